@@ -1,0 +1,35 @@
+"""Certified robustness of image classifiers against adversarial patches.
+
+Public names are imported on first use, so that `patchguard --help` does not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Certificate": "certificate",
+    "DetectionCertificate": "certificate",
+    "Evidence": "evidence",
+    "EvidenceMap": "evidence",
+    "InputError": "errors",
+    "Patch": "patch",
+    "Prediction": "certificate",
+    "Windows": "windows",
+}
+
+__all__ = ["__version__", *_HOME]  # noqa: PLE0604 - names are listed once, above
+
+if TYPE_CHECKING:
+    from patchguard.certificate import Certificate, DetectionCertificate, Prediction
+    from patchguard.errors import InputError
+    from patchguard.evidence import Evidence, EvidenceMap
+    from patchguard.patch import Patch
+    from patchguard.windows import Windows
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'patchguard' has no attribute {name!r}")
+    return getattr(import_module(f"patchguard.{_HOME[name]}"), name)

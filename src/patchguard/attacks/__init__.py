@@ -1,0 +1,1 @@
+"""Attacks: what tries to refute a certificate."""

@@ -1,0 +1,210 @@
+"""`Defense`: from evidence to a label and a proof. The base class checks the input; a subclass writes the rule."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar, TypeAlias
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from patchguard import ties
+from patchguard.certificate import Certificate, DetectionCertificate, Prediction, concatenate
+from patchguard.errors import InputError
+from patchguard.evidence import Evidence, EvidenceMap, check_map
+from patchguard.windows import Windows
+
+LocalEvidence: TypeAlias = EvidenceMap | Float[Tensor, "batch classes rows columns"]
+
+ELEMENTS = 2**24  # evidence entries handled at once: bounds the memory of intermediates, not the batch
+
+
+class Defense(ABC):
+    """A secure aggregation: a rule (`predict`) and a proof about that rule (`certify`).
+
+    Both take an `EvidenceMap`, or local logits (batch, classes, rows, columns) that `default_evidence` turns into one.
+    """
+
+    default_evidence: ClassVar[Evidence]
+    largest_top_k: ClassVar[int | None] = None  # None: any k below the number of classes
+
+    def predict(self, evidence: LocalEvidence) -> Prediction:
+        """Return the defended label of each image."""
+        return concatenate([self._predict(part) for part in self._parts(evidence)])
+
+    def certify(
+        self,
+        evidence: LocalEvidence,
+        windows: Windows,
+        label: Int64[Tensor, " batch"] | int | None = None,
+        top_k: int = 1,
+    ) -> Certificate | DetectionCertificate:
+        """Prove, per image, that no contents of any region of `windows` change the answer.
+
+        `label=None` certifies the defended prediction, otherwise the given class: a positive margin then implies that
+        it is the defended prediction. With `top_k > 1` the statement is that the label stays among the k best.
+        """
+        answers = []
+        first = 0
+        for part in self._parts(evidence):
+            if not bool(part.finite.all()):
+                bad = first + int(part.finite.logical_not().nonzero()[0])
+                raise InputError(
+                    f"evidence must be finite to be certified; image {bad} of the batch holds NaN or infinity. "
+                    "Nothing was certified; `predict` still answers."
+                )
+            self._check_windows(part, windows, top_k)
+            self.check(part, windows)
+            chosen = self._label(part) if label is None else self._given(label, first, part)
+            answers.append(self._certify(part, windows, chosen, top_k))
+            first += len(part)
+        return concatenate(answers)
+
+    def check(self, evidence: EvidenceMap, windows: Windows) -> None:  # noqa: B027 - optional to override
+        """Raise where this defense cannot certify anything for such evidence and windows."""
+
+    def exact(self, evidence: EvidenceMap, windows: Windows) -> bool:
+        """Whether a negative margin (top 1, no drift) always comes with contents that change the label."""
+        return True
+
+    @abstractmethod
+    def _predict(self, evidence: EvidenceMap) -> Prediction: ...
+
+    @abstractmethod
+    def _certify(
+        self, evidence: EvidenceMap, windows: Windows, label: Int64[Tensor, " batch"], top_k: int
+    ) -> Certificate | DetectionCertificate: ...
+
+    def _admit(self, evidence: EvidenceMap) -> None:  # noqa: B027 - optional to override
+        """Raise where the rule itself is not defined for such evidence."""
+
+    def _label(self, evidence: EvidenceMap) -> Int64[Tensor, " batch"]:
+        return self._predict(evidence).label
+
+    def _parts(self, evidence: LocalEvidence) -> Iterator[EvidenceMap]:
+        if isinstance(evidence, Tensor):
+            check_map(evidence)
+            shape = evidence.shape
+        elif isinstance(evidence, EvidenceMap):
+            shape = evidence.values.shape
+        else:
+            raise InputError(f"`evidence` must be a tensor or an EvidenceMap; got {type(evidence).__name__}.")
+        some = max(1, ELEMENTS // shape[1:].numel())
+        for first in range(0, shape[0], some):
+            part = evidence[first : first + some]
+            admitted = part if isinstance(part, EvidenceMap) else self.default_evidence(part)
+            self._admit(admitted)
+            yield admitted
+
+    def _check_windows(self, evidence: EvidenceMap, windows: Windows, top_k: int) -> None:
+        if windows.grid != evidence.grid:
+            raise InputError(
+                f"`windows` must lie on the evidence's grid of {evidence.grid[0]} x {evidence.grid[1]} cells; "
+                f"got windows of a {windows.grid[0]} x {windows.grid[1]} grid."
+            )
+        if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k < evidence.classes:
+            raise InputError(
+                f"`top_k` must be a whole number from 1 to {evidence.classes - 1} for {evidence.classes} classes; "
+                f"got {top_k!r}."
+            )
+        if self.largest_top_k is not None and top_k > self.largest_top_k:
+            raise InputError(f"{type(self).__name__} has no certificate for the top {top_k}; use `top_k=1`.")
+
+    def _given(self, label: Tensor | int, first: int, part: EvidenceMap) -> Tensor:
+        device = part.values.device
+        if isinstance(label, int):
+            label = torch.full((first + len(part),), label, device=device)
+        if not isinstance(label, Tensor) or label.dim() != 1 or label.is_floating_point():
+            raise InputError("`label` must be one whole number, or a tensor with one class number per image.")
+        chosen = label[first : first + len(part)].to(device).long()
+        if len(chosen) != len(part):
+            raise InputError(f"`label` must have one entry per image; got {len(label)}.")
+        if int(chosen.min()) < 0 or int(chosen.max()) >= part.classes:
+            raise InputError(f"`label` must lie between 0 and {part.classes - 1}; got {label.tolist()[:8]}.")
+        return chosen
+
+
+def check_masks(masks: Windows, evidence: EvidenceMap) -> None:
+    """Raise unless the masks lie on the evidence's grid."""
+    if masks.grid != evidence.grid:
+        raise InputError(
+            f"the defense masks a grid of {masks.grid[0]} x {masks.grid[1]} cells, but the evidence has "
+            f"{evidence.grid[0]} x {evidence.grid[1]}. Build the masks for this grid."
+        )
+
+
+def check_covered(masks: Windows, windows: Windows, bounded: bool) -> None:
+    """Raise where some region lies in no mask, unless bounded evidence still gives a bound there."""
+    if not masks.cover(windows) and not bounded:
+        raise InputError(
+            "some window lies in no mask, so an attack there has no limit and nothing can be certified. "
+            "Use masks at least as large as the windows (`Guard.for_patch`), or bound the evidence (`high`)."
+        )
+
+
+def select(values: Int64[Tensor, "batch classes *rest"], label: Int64[Tensor, " batch"]) -> Tensor:
+    """Return the entry of class `label` for each image."""
+    return values[torch.arange(len(label), device=label.device), label]
+
+
+def without(label: Tensor, values: Tensor) -> Tensor:
+    """Replace the label's own entry in (batch, classes) by the smallest integer: the label is not its own rival."""
+    return values.scatter(1, label.unsqueeze(1), torch.iinfo(torch.int64).min)
+
+
+def strongest(priority: Int64[Tensor, "batch classes"], label: Tensor, count: int) -> Int64[Tensor, "batch some"]:
+    """Return the `count` rivals of highest priority, in ascending order of class."""
+    return without(label, priority).topk(count, dim=1).indices.sort(dim=1).values
+
+
+def contenders(
+    ceiling: Int64[Tensor, "batch classes"],
+    reached: Int64[Tensor, " batch"],
+    label: Int64[Tensor, " batch"],
+    top_k: int,
+) -> Int64[Tensor, "batch some"]:
+    """Return the rivals whose bound can matter: those whose `ceiling` is at least what k others surely reach."""
+    kept = (without(label, ceiling) >= reached.unsqueeze(1)).sum(1)
+    return strongest(ceiling, label, max(top_k, int(kept.max())))
+
+
+def gather(values: Tensor, classes: Int64[Tensor, "batch some"]) -> Tensor:
+    """Return (batch, some, rows, columns): the maps of the chosen classes."""
+    return values[torch.arange(len(classes), device=classes.device).unsqueeze(1), classes]
+
+
+def worst_case(
+    margins: Int64[Tensor, "batch some regions"],
+    classes: Int64[Tensor, "batch some"],
+    label: Int64[Tensor, " batch"],
+    windows: Windows | None,
+    unit: int,
+    top_k: int = 1,
+) -> Certificate:
+    """Turn the margin against every rival in every region into a certificate (position-free: `windows=None`).
+
+    The label leaves the top k in a region once k rivals pass it: the k-th smallest margin counts.
+    """
+    per_region = margins.amin(1) if top_k == 1 else margins.kthvalue(top_k, dim=1).values
+    region = ties.argmin(per_region, dim=1)
+    worst = per_region.gather(1, region.unsqueeze(1))
+    there = margins.gather(2, region.view(-1, 1, 1).expand(-1, margins.shape[1], 1)).squeeze(2)
+    rival = classes.gather(1, ties.argmax((there == worst).long(), dim=1).unsqueeze(1)).squeeze(1)
+    return Certificate(
+        label=label,
+        margin=worst.squeeze(1).double() / unit,
+        weakest=None if windows is None else boxes_of(region, windows),
+        rival=rival,
+    )
+
+
+def boxes_of(region: Int64[Tensor, " batch"], windows: Windows) -> Int64[Tensor, "batch *count"]:
+    """Return the boxes, by number, of each region."""
+    if windows.count == 1:
+        return region
+    return torch.from_numpy(windows.members).to(region.device)[region]
+
+
+def prediction(scores: Int64[Tensor, "batch classes"], unit: int, **more: Tensor) -> Prediction:
+    """Return the class of the highest score (ties: smallest index)."""
+    return Prediction(label=ties.argmax(scores, dim=1), scores=scores.double() / unit, **more)

@@ -1,0 +1,113 @@
+"""Double masking in feature space: hide one window, then a second one, and see who disagrees."""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from jaxtyping import Bool, Int64
+from torch import Tensor
+
+from patchguard import ties
+from patchguard.certificate import Certificate, Prediction
+from patchguard.defenses.base import Defense, boxes_of, check_covered, check_masks, gather, select, strongest, without
+from patchguard.evidence import Evidence, EvidenceMap
+from patchguard.overlap import best_cover, heaviest, sums
+from patchguard.windows import Windows
+
+CLASSES = 64  # rivals compared at once in the second round: bounds the memory
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DoubleMasking(Defense):
+    r"""Two rounds of masking; evidence may be signed.
+
+    Rule.     l(m, m') = argmax_k S_k(outside m and m'), l(m) = l(m, m)   (ties: smallest k).
+              If all l(m) agree: that label. Else let z be the label of most masks (ties: smallest). If some mask m with
+              l(m) != z has l(m, m') = l(m) for every m': that l(m). Else z.
+    Theorem.  If for every w some mask m that covers w has l(m, m') = y for every mask m', then after any attack on any
+              w the label is y. The margin is
+                  min over w, max over m covering w, min over m' and k != y of  (S_y - S_k)(outside m and m').
+
+    Sound, not exact. `masks.count > 1` uses unions of that many boxes: several patches, at the cost of their number
+    squared. Cost: certify O(M w K') for M masks of side w against the K' rivals that matter.
+    """
+
+    masks: Windows
+    default_evidence: ClassVar[Evidence] = Evidence(kind="logits", low=None)
+    largest_top_k: ClassVar[int | None] = 1
+
+    def exact(self, evidence: EvidenceMap, windows: Windows) -> bool:
+        """Sound only: the label may hold though no single mask proves it."""
+        return False
+
+    def check(self, evidence: EvidenceMap, windows: Windows) -> None:
+        """Raise where a window lies in no mask: the theorem needs one, bounded evidence or not."""
+        check_covered(self.masks, windows, bounded=False)
+
+    def _admit(self, evidence: EvidenceMap) -> None:
+        check_masks(self.masks, evidence)
+
+    def _predict(self, evidence: EvidenceMap) -> Prediction:
+        total = evidence.values.sum((2, 3))
+        seen = total.unsqueeze(2) - sums(evidence.values, self.masks)  # batch, classes, masks
+        first_round = ties.argmax(seen, dim=1)  # l(m)
+        votes = torch.zeros_like(total).scatter_add_(1, first_round, torch.ones_like(first_round))
+        majority = ties.argmax(votes, dim=1)  # z
+        label = majority.clone()
+        for claimed in (without(majority, votes) > 0).any(0).nonzero().squeeze(1).tolist():
+            images = ((votes[:, claimed] > 0) & (majority != claimed)).nonzero().squeeze(1)
+            agrees = self._row_agrees(evidence.values[images], claimed) & (first_round[images] == claimed)
+            # Two masks cannot both be right about different labels: their common pair has only one.
+            label[images[agrees.any(1)]] = claimed
+        return Prediction(label=label, scores=total.double() / evidence.scale)
+
+    def _row_agrees(self, values: Tensor, claimed: int) -> Bool[Tensor, "batch masks"]:
+        """Whether l(m, m') is the claimed label for every second mask m'."""
+        gap = values[:, claimed : claimed + 1] - values
+        claim = torch.full((len(gap),), claimed, device=gap.device)
+        doubtful = (self._floor(gap) <= 0).any(2).long()
+        agrees = torch.ones(len(gap), self.masks.regions, dtype=torch.bool, device=gap.device)
+        for rivals in self._chosen(doubtful, claim).split(CLASSES, dim=1):
+            needed = (rivals < claimed).long().unsqueeze(2)  # a tie goes to the smaller index
+            agrees &= (self._worst_pair(gather(gap, rivals)) >= needed).all(1)
+        return agrees
+
+    def _worst_pair(self, gap: Int64[Tensor, "batch some rows columns"]) -> Int64[Tensor, "batch some masks"]:
+        """min over m' of the gap outside m and m', for every m."""
+        outside = gap.sum((2, 3)).unsqueeze(2) - sums(gap, self.masks)
+        return outside - heaviest(gap, self.masks, self.masks)
+
+    def _certify(
+        self, evidence: EvidenceMap, windows: Windows, label: Int64[Tensor, " batch"], top_k: int
+    ) -> Certificate:
+        gap = select(evidence.lower, label).unsqueeze(1) - evidence.upper
+        rivals = self._contenders(gap, label)
+        pairs = self._worst_pair(gather(gap, rivals))  # batch, rivals, masks
+        worst = pairs.amin(1)
+        covered = best_cover(worst, self.masks, windows)
+        region = ties.argmin(covered, dim=1)
+        margin = covered.gather(1, region.unsqueeze(1))
+        # The rival is taken at a mask that attains the margin.
+        mask = ties.argmax((worst == margin).long(), dim=1)
+        there = pairs.gather(2, mask.view(-1, 1, 1).expand(-1, pairs.shape[1], 1)).squeeze(2)
+        return Certificate(
+            label=label,
+            margin=margin.squeeze(1).double() / evidence.scale,
+            weakest=boxes_of(region, windows),
+            rival=rivals.gather(1, ties.argmin(there, dim=1).unsqueeze(1)).squeeze(1),
+        )
+
+    def _contenders(self, gap: Tensor, label: Tensor) -> Int64[Tensor, "batch some"]:
+        """The rivals that can come closest: their worst conceivable pair is no better than the runner-up's actual one."""
+        runner_up = strongest(-gap.sum((2, 3)), label, 1)
+        reference = self._worst_pair(gather(gap, runner_up))
+        return self._chosen((self._floor(gap) <= reference).any(2).long(), label)
+
+    def _floor(self, gap: Tensor) -> Int64[Tensor, "batch classes masks"]:
+        """A quick lower bound of `_worst_pair`: a second mask removes at most the heaviest sum of positive gaps."""
+        outside = gap.sum((2, 3)).unsqueeze(2) - sums(gap, self.masks)
+        return outside - sums(gap.clamp(min=0), self.masks).amax(2, keepdim=True)
+
+    def _chosen(self, matters: Int64[Tensor, "batch classes"], label: Tensor) -> Int64[Tensor, "batch some"]:
+        return strongest(matters, label, int(without(label, matters).clamp(min=0).sum(1).max()))

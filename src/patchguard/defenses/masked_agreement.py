@@ -1,0 +1,82 @@
+"""Masked agreement: keep the plain label, and raise an alert when hiding one window gives another one."""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from patchguard import ties
+from patchguard.certificate import DetectionCertificate, Prediction
+from patchguard.defenses.base import Defense, boxes_of, check_covered, check_masks, gather, prediction, select, strongest
+from patchguard.errors import InputError
+from patchguard.evidence import Evidence, EvidenceMap
+from patchguard.overlap import best_cover, sums
+from patchguard.windows import Windows
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MaskedAgreement(Defense):
+    r"""Detect, do not repair.
+
+    Rule.     label = argmax_k S_k;  alert iff for some mask v the label outside v differs from it, with
+              (first - second score outside v) > tau.
+    Theorem.  If for every w some mask v that covers w has  S_y(outside v) - S_k(outside v) > tau  for all k != y,
+              then after any attack on any w the answer is y or an alert is raised.
+
+    The statement is weaker than the other defenses': see `DetectionCertificate`.
+    """
+
+    masks: Windows
+    tau: float = 0.0
+    default_evidence: ClassVar[Evidence] = Evidence(kind="logits", low=None)
+    largest_top_k: ClassVar[int | None] = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.tau < float("inf"):
+            raise InputError(f"`tau` must be a finite number of at least 0; got {self.tau}.")
+
+    def exact(self, evidence: EvidenceMap, windows: Windows) -> bool:
+        """Sound: another mask may raise the alert."""
+        return False
+
+    def check(self, evidence: EvidenceMap, windows: Windows) -> None:
+        """Raise where a window lies in no mask: the theorem needs one, bounded evidence or not."""
+        check_covered(self.masks, windows, bounded=False)
+
+    def _admit(self, evidence: EvidenceMap) -> None:
+        check_masks(self.masks, evidence)
+
+    def _tau(self, evidence: EvidenceMap) -> int:
+        return int(self.tau * evidence.scale)  # for whole numbers, gap > tau is gap > floor(tau)
+
+    def _predict(self, evidence: EvidenceMap) -> Prediction:
+        total = evidence.values.sum((2, 3))
+        seen = total.unsqueeze(2) - sums(evidence.values, self.masks)  # batch, classes, masks
+        first, second = seen.topk(2, dim=1).values.unbind(1)
+        other = ties.argmax(seen, dim=1) != ties.argmax(total, dim=1).unsqueeze(1)
+        alert = (other & (first - second > self._tau(evidence))).any(1)
+        return prediction(total, evidence.scale, alert=alert)
+
+    def _certify(
+        self, evidence: EvidenceMap, windows: Windows, label: Int64[Tensor, " batch"], top_k: int
+    ) -> DetectionCertificate:
+        rivals = strongest(evidence.upper.sum((2, 3)), label, evidence.classes - 1)
+        gap = select(evidence.lower, label).unsqueeze(1) - gather(evidence.upper, rivals)
+        seen = gap.sum((2, 3)).unsqueeze(2) - sums(gap, self.masks)  # batch, rivals, masks
+        worst = seen.amin(1)
+        covered = best_cover(worst, self.masks, windows)
+        region = ties.argmin(covered, dim=1)
+        margin = covered.gather(1, region.unsqueeze(1)).squeeze(1)
+        # The rival is taken at a mask that attains the margin; it covers the weakest region.
+        mask = ties.argmax((worst == margin.unsqueeze(1)).long(), dim=1)
+        rival = rivals.gather(1, ties.argmin(select(seen.mT, mask), dim=1).unsqueeze(1)).squeeze(1)
+        return DetectionCertificate(
+            label=label,
+            margin=(margin - self._tau(evidence)).double() / evidence.scale,
+            weakest=boxes_of(region, windows),
+            rival=rival,
+            alert=self._predict(evidence).alert.bool(),  # type: ignore[union-attr]
+        )

@@ -1,0 +1,166 @@
+"""Robust masking: hide, class by class, the window with the most evidence (Algorithms 1 and 2 of the paper)."""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar, final
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from patchguard.certificate import Certificate, Prediction
+from patchguard.defenses.base import (
+    Defense,
+    check_covered,
+    check_masks,
+    contenders,
+    gather,
+    prediction,
+    select,
+    strongest,
+    worst_case,
+)
+from patchguard.errors import InputError
+from patchguard.evidence import Evidence, EvidenceMap
+from patchguard.overlap import heaviest, overlaps, sums
+from patchguard.windows import Windows
+
+LARGEST_DENOMINATOR = 1000
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RobustMasking(Defense):
+    r"""Mask the heaviest window of each class, if it holds more than the share T of that class's evidence.
+
+    Rule.     S_k = sum_i u_k(i),  H_k = max_v sum_{i in v} u_k(i)  over the masks v,
+              s_k = S_k - H_k  if  H_k > T S_k  else  S_k,      label = argmax_k s_k   (ties: smallest k)
+
+    Theorem.  Let u >= 0, at most h per cell, and let an attack rewrite the cells of w. With t_k the evidence outside w,
+              a_k(v) the evidence in v outside w, and n(v) the cells that v and w share,
+
+                  LB  = t_y - max{ 0, a_y(v) : (1 - T)(a_y(v) + h n(v)) > T (t_y - a_y(v)) }
+                  D_k = t_k + h |w| - max_v ( a_k(v) + h n(v) )
+                  UB_k = D_k                                     if T = 0, or if max_v a_k(v) > T min(...) below
+                         min( t_k + h |w|, D_k / (1 - T) )       otherwise  (T = 1: t_k + h |w|)
+
+              bound the scores of y from below and of k from above, and the label stays y if LB > UB_k for all k != y,
+              for every w. At T = 0 this is exact.
+
+    Masks may be larger than the windows, or smaller if the evidence is bounded. `masks.count > 1` masks the heaviest
+    union of that many boxes. Cost: certify O(P w K') for P windows of side w against the K' rivals that matter, at
+    T = 0; O(P M K) for M masks at T > 0; with unions P and M grow to their powers.
+    """
+
+    masks: Windows
+    threshold: Fraction | float = Fraction(0)
+    default_evidence: ClassVar[Evidence] = Evidence(kind="logits", low=0.0)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threshold <= 1:
+            raise InputError(f"`threshold` must lie in [0, 1]; got {self.threshold}.")
+        exact = Fraction(self.threshold).limit_denominator(LARGEST_DENOMINATOR)
+        if abs(exact - Fraction(self.threshold)) > Fraction(1, 10**12):
+            raise InputError(
+                f"`threshold` must be a fraction with a denominator of at most {LARGEST_DENOMINATOR}; got "
+                f"{self.threshold}. Round it to three decimals."
+            )
+        object.__setattr__(self, "threshold", exact)
+
+    @property
+    def _ratio(self) -> tuple[int, int]:
+        """T = p / q."""
+        exact = Fraction(self.threshold)
+        return exact.numerator, exact.denominator
+
+    def exact(self, evidence: EvidenceMap, windows: Windows) -> bool:
+        """T = 0: both bounds are attained together. T > 0: each is sound, the pair may not be attained."""
+        return self.threshold == 0
+
+    def check(self, evidence: EvidenceMap, windows: Windows) -> None:
+        """Raise where a window is not covered and the evidence is unbounded."""
+        check_covered(self.masks, windows, evidence.bounded)
+
+    def _admit(self, evidence: EvidenceMap) -> None:
+        check_masks(self.masks, evidence)
+        if evidence.low != 0:
+            raise InputError(
+                f"robust masking needs evidence clipped at 0 from below; got low = {evidence.low / evidence.scale:.6g}. "
+                "Use Evidence(low=0.0), or DoubleMasking for signed evidence."
+            )
+        _, q = self._ratio
+        cells = evidence.grid[0] * evidence.grid[1]
+        if 2 * q * q * cells * evidence.high >= 2**63:
+            raise InputError("`threshold` has too large a denominator for this grid and ceiling; round it.")
+
+    def _predict(self, evidence: EvidenceMap) -> Prediction:
+        p, q = self._ratio
+        total = evidence.values.sum((2, 3))
+        hidden = sums(evidence.values, self.masks).amax(-1)
+        return prediction(torch.where(q * hidden > p * total, total - hidden, total), evidence.scale)
+
+    def _certify(
+        self, evidence: EvidenceMap, windows: Windows, label: Int64[Tensor, " batch"], top_k: int
+    ) -> Certificate:
+        p, q = self._ratio
+        lower = self._lower(evidence, windows, label)
+        totals = evidence.upper.sum((2, 3))
+        # No score exceeds the total plus what fills a region; with every region in a mask, D_k <= t_k <= S_k.
+        ceiling = totals + evidence.high * windows.largest_area
+        if self.masks.cover(windows) and p < q:
+            ceiling = torch.minimum(ceiling, totals * q // (q - p) + (p > 0))
+        top = strongest(totals, label, top_k)
+        reached = self._defended(gather(evidence.upper, top), evidence, windows).amin((1, 2))
+        rivals = contenders(ceiling, reached, label, top_k)
+        maps = gather(evidence.upper, rivals)
+        defended = self._defended(maps, evidence, windows)
+        unit = evidence.scale
+        if p == 0:
+            margins = lower.unsqueeze(1) - defended
+        else:
+            margins = self._margins(lower, defended, maps, gather(evidence.lower, rivals), evidence, windows)
+            unit *= max(1, q - p)
+        return worst_case(margins, rivals, label, windows, unit, top_k)
+
+    def _lower(self, evidence: EvidenceMap, windows: Windows, label: Tensor) -> Int64[Tensor, "batch regions"]:
+        """LB: the least score of the label."""
+        p, q = self._ratio
+        least = select(evidence.lower, label)
+        rest = least.sum((1, 2)).unsqueeze(1) - sums(least, windows)  # t_y
+        if p == 0:
+            return rest - heaviest(least, self.masks, windows)
+        if p == q:
+            return rest
+        most = select(evidence.upper, label)
+        found = []
+        first = 0
+        pairs = zip(overlaps(least, self.masks, windows), overlaps(most, self.masks, windows), strict=True)
+        for (total, inside, shared), (more, more_inside, _) in pairs:
+            here = rest[:, first : first + inside.shape[1]]
+            least_in = total.unsqueeze(1) - inside  # a_y(v)
+            most_in = more.unsqueeze(1) - more_inside
+            masked = (q - p) * (most_in + evidence.high * shared) > p * (here.unsqueeze(2) - least_in)
+            found.append(here - torch.where(masked, least_in, 0).amax(2))
+            first += inside.shape[1]
+        return torch.cat(found, 1)
+
+    def _defended(self, maps: Tensor, evidence: EvidenceMap, windows: Windows) -> Int64[Tensor, "batch some regions"]:
+        """D: the highest masked score of each class."""
+        rest = maps.sum((2, 3)).unsqueeze(2) - sums(maps, windows)  # t_k
+        if windows == self.masks and windows.count == 1 and len(set(windows.areas.tolist())) == 1:
+            return rest  # Lemma 1: the best mask is the window itself
+        areas = torch.from_numpy(windows.areas).to(maps.device)
+        return rest + evidence.high * areas - heaviest(maps, self.masks, windows, fill=evidence.high)
+
+    def _margins(
+        self, lower: Tensor, defended: Tensor, maps: Tensor, least: Tensor, evidence: EvidenceMap, windows: Windows
+    ) -> Int64[Tensor, "batch some regions"]:
+        """(q - p)(LB - UB), in integers: UB_k = min(t_k + h |w|, q D_k / (q - p)), or D_k if detection is certain."""
+        p, q = self._ratio
+        areas = torch.from_numpy(windows.areas).to(maps.device)
+        filled = maps.sum((2, 3)).unsqueeze(2) - sums(maps, windows) + evidence.high * areas  # t_k + h |w|
+        if p == q:
+            return lower.unsqueeze(1) - filled
+        unmasked = torch.minimum((q - p) * filled, q * defended)  # (q - p) UB_k
+        certain = q * (q - p) * heaviest(least, self.masks, windows) > p * unmasked
+        return (q - p) * lower.unsqueeze(1) - torch.where(certain, (q - p) * defended, unmasked)

@@ -1,0 +1,309 @@
+"""An independent, literal implementation of every rule and bound, for tests.
+
+Nothing here uses the package: regions are sets of cells, sums are written out, and attacks are enumerated. Maps are
+numpy integer arrays (classes, cells); rules work on (contents, classes, cells).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import combinations, product
+
+import numpy as np
+
+Rule = Callable[[np.ndarray], np.ndarray]  # (contents, classes, cells) -> label, or -1 for "alert"
+
+
+# -- geometry ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Geometry:
+    name: str
+    grid: tuple[int, int]
+    wrap: tuple[bool, bool] = (False, False)
+
+    @property
+    def cells(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    def boxes(self, size: tuple[int, int]) -> np.ndarray:
+        """All boxes of one size as rows of a 0/1 matrix, by walking over every start."""
+        found = []
+        for top, left in product(range(self.grid[0]), range(self.grid[1])):
+            rows, columns = (
+                [(start + k) % n if around else start + k for k in range(length)]
+                for start, length, n, around in zip((top, left), size, self.grid, self.wrap, strict=True)
+            )
+            if max(rows) >= self.grid[0] or max(columns) >= self.grid[1]:
+                continue
+            box = np.zeros(self.grid, dtype=np.int64)
+            for r, c in product(rows, columns):
+                box[r, c] = 1
+            if not any((box.reshape(-1) == other).all() for other in found):
+                found.append(box.reshape(-1))
+        return np.array(found)
+
+
+LINE = Geometry("line", (1, 9))
+GRID = Geometry("grid", (3, 4))
+CIRCLE = Geometry("circle", (1, 9), (False, True))
+
+
+def unions(boxes: np.ndarray, count: int) -> np.ndarray:
+    """All unions of `count` different boxes."""
+    return np.array([boxes[list(chosen)].max(0) for chosen in combinations(range(len(boxes)), count)])
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+def first_max(scores: np.ndarray, axis: int = -1) -> np.ndarray:
+    return scores.argmax(axis)  # numpy documents the first occurrence
+
+
+def robust_masking(masks: np.ndarray, threshold: Fraction = Fraction(0), strict: bool = True) -> Rule:
+    p, q = threshold.numerator, threshold.denominator
+
+    def rule(maps: np.ndarray) -> np.ndarray:
+        total = maps.sum(-1)
+        hidden = (maps @ masks.T).max(-1)
+        detected = q * hidden > p * total if strict else q * hidden >= p * total
+        return first_max(np.where(detected, total - hidden, total))
+
+    return rule
+
+
+def plain_sum(maps: np.ndarray) -> np.ndarray:
+    return first_max(maps.sum(-1))
+
+
+def rank_sum(first: int, last: int) -> Rule:
+    return lambda maps: first_max(np.sort(maps, -1)[..., first - 1 : last].sum(-1))
+
+
+def double_masking(masks: np.ndarray) -> Rule:
+    hidden = np.array([[np.maximum(m, n) for n in masks] for m in masks])  # masks, masks, cells
+
+    def rule(maps: np.ndarray) -> np.ndarray:
+        scores = np.einsum("bkc,mnc->bmnk", maps, 1 - hidden)
+        labels = first_max(scores)  # contents, m, m'
+        answers = np.empty(len(maps), dtype=np.int64)
+        for b, table in enumerate(labels):
+            single = np.diag(table)
+            values, counts = np.unique(single, return_counts=True)
+            answer = values[counts.argmax()]
+            for m in range(len(masks)):
+                if single[m] != answer and (table[m] == single[m]).all():
+                    answer = single[m]
+                    break
+            answers[b] = answer
+        return answers
+
+    return rule
+
+
+def masked_agreement(masks: np.ndarray, tau: int) -> Rule:
+    def rule(maps: np.ndarray) -> np.ndarray:
+        label = first_max(maps.sum(-1))
+        seen = maps @ (1 - masks).T  # contents, classes, masks
+        ranked = np.sort(seen, axis=1)
+        other = first_max(seen, axis=1) != label[:, None]
+        alert = (other & (ranked[:, -1] - ranked[:, -2] > tau)).any(1)
+        return np.where(alert, -1, label)
+
+    return rule
+
+
+# -- attacks -----------------------------------------------------------------------------------------------------------
+
+
+def contents(classes: int, cells: int, alphabet: tuple[int, ...]) -> np.ndarray:
+    """Every way to fill `cells` cells of every class with values of the alphabet."""
+    return np.array(list(product(alphabet, repeat=classes * cells)), dtype=np.int64).reshape(-1, classes, cells)
+
+
+def attacked(evidence: np.ndarray, region: np.ndarray, fillings: dict[int, np.ndarray]) -> np.ndarray:
+    filling = fillings[int(region.sum())]
+    maps = np.repeat(evidence[None], len(filling), 0)
+    maps[:, :, region.astype(bool)] = filling
+    return maps
+
+
+def broken(
+    evidence: np.ndarray, regions: np.ndarray, rule: Rule, label: int, alphabet: tuple[int, ...], top: int = 1
+) -> np.ndarray:
+    """For each region, whether some contents of it make the rule answer another label (an alert does not count)."""
+    sizes = {int(n) for n in regions.sum(1)}
+    fillings = {n: contents(len(evidence), n, alphabet) for n in sizes}
+    answers = [rule(attacked(evidence, region, fillings)) for region in regions]
+    return np.array([((answer != label) & (answer != -1)).any() for answer in answers])
+
+
+# -- bounds, as stated in docs/theory.md -------------------------------------------------------------------------------
+
+
+def robust_masking_margin(
+    u: np.ndarray,
+    y: int,
+    regions: np.ndarray,
+    masks: np.ndarray,
+    threshold: Fraction,
+    high: int,
+    mutant: str = "",
+) -> Fraction:
+    """min over w and k of LB - UB_k, in exact fractions. `mutant` puts one known mistake in."""
+    t_ = threshold
+    worst: list[Fraction] = []
+    for w in regions:
+        rest = (u * (1 - w)).sum(1)
+        inside = masks @ w  # n(v)
+        a = (u * (1 - w)) @ masks.T  # classes, masks
+        filled = a + high * inside
+        size = int(w.sum())
+        shared = inside
+        if mutant == "border":  # overlap counted as if arcs stopped at the end of the list
+            shared = np.array([_clipped_overlap(v, w) for v in masks])
+        counted = [Fraction(0)]
+        for v in range(len(masks)):
+            if mutant == "paper":  # Theorem 1: the label's evidence in w is set to zero, nothing is added
+                counts = a[y, v] > t_ * rest[y]
+            else:
+                counts = a[y, v] + high * shared[v] > t_ * (rest[y] + high * shared[v])
+            if counts:
+                counted.append(Fraction(int(a[y, v])))
+        low = Fraction(int(rest[y])) - max(counted)
+        for k in range(len(u)):
+            if k == y:
+                continue
+            d = Fraction(int(rest[k])) + high * size - int(filled[k].max())
+            if mutant == "uncovered":  # Lemma 1 where no mask covers the window
+                d = Fraction(int(rest[k]))
+            if mutant == "one mask":  # the largest a_v instead of the masks an attack can be caught by
+                d = Fraction(int(rest[k])) - int(a[k].max())
+            if t_ == 0:
+                up = d
+            else:
+                up = Fraction(int(rest[k])) + high * size
+                if t_ < 1 and mutant != "no division":
+                    up = min(up, d / (1 - t_))
+                if mutant == "no division":
+                    up = d
+                if a[k].max() > t_ * up:
+                    up = d
+            worst.append(low - up)
+    return min(worst)
+
+
+def _clipped_overlap(v: np.ndarray, w: np.ndarray) -> int:
+    """Overlap of two arcs as if arcs that pass the end of the list stopped there."""
+
+    def run(box: np.ndarray) -> range:
+        cells = np.flatnonzero(box)
+        starts = [c for c in cells if not box[c - 1]]
+        start = starts[0] if starts else 0
+        return range(start, min(start + len(cells), len(box)))
+
+    return len(set(run(v)) & set(run(w)))
+
+
+def clipped_sum_margin(
+    u: np.ndarray, y: int, regions: np.ndarray, low: int, high: int, mutant: str = ""
+) -> Fraction:
+    rivals = [k for k in range(len(u)) if k != y]
+    if mutant == "runner-up":
+        rivals = [max(rivals, key=lambda k: u[k].sum())]
+    span = (high - low) // 2 if mutant == "half" else high - low
+    return min(
+        Fraction(int(((u[y] - u[k]) * (1 - w)).sum()) - int(w.sum()) * span) for w in regions for k in rivals
+    )
+
+
+def published_sum_margin(
+    u: np.ndarray, y: int, regions: np.ndarray, low: int, high: int, factor: int = 2
+) -> Fraction:
+    n = int(regions.sum(1).max())
+    rivals = [k for k in range(len(u)) if k != y]
+    return min(Fraction(int((u[y] - u[k]).sum()) - factor * n * (high - low)) for k in rivals)
+
+
+def rank_margin(
+    u: np.ndarray,
+    y: int,
+    regions: np.ndarray,
+    ranks: tuple[int, int],
+    low: int,
+    high: int,
+    mutant: str = "",
+) -> Fraction:
+    """The formulas of the three rank rules, from the sorted cells outside w."""
+    first, last = ranks
+
+    def padded(k: int, w: np.ndarray, side: int) -> list[int]:
+        outside = sorted(u[k][w == 0].tolist())
+        fill = [low if side < 0 else high] * int(w.sum())
+        if mutant == "forgets the label's loss" and side < 0:
+            fill = u[k][w == 1].tolist()
+        if mutant == "forgets the rival's gain" and side > 0:
+            fill = u[k][w == 1].tolist()
+        return sorted(outside + fill)
+
+    return min(
+        Fraction(sum(padded(y, w, -1)[first - 1 : last]) - sum(padded(k, w, 1)[first - 1 : last]))
+        for w in regions
+        for k in range(len(u))
+        if k != y
+    )
+
+
+def double_masking_margin(
+    u: np.ndarray, y: int, regions: np.ndarray, masks: np.ndarray, mutant: str = ""
+) -> Fraction:
+    def gap(hidden: np.ndarray) -> int:
+        seen = (u * (1 - hidden)).sum(1)
+        return min(int(seen[y] - seen[k]) for k in range(len(u)) if k != y)
+
+    worst = []
+    for w in regions:
+        rows = []
+        for m in masks:
+            if not (m >= w).all() and mutant != "any mask":
+                continue
+            partners = [m] if mutant == "one round" else masks
+            if mutant == "disjoint pairs":
+                partners = [n for n in masks if not (m * n).any()] or [m]
+            rows.append(min(gap(np.maximum(m, n)) for n in partners))
+        worst.append(max(rows))
+    return Fraction(min(worst))
+
+
+def agreement_margin(
+    u: np.ndarray, y: int, regions: np.ndarray, masks: np.ndarray, tau: int, mutant: str = ""
+) -> Fraction:
+    worst = []
+    for w in regions:
+        rows = []
+        for v in masks:
+            if not (v >= w).all() and mutant != "any mask":
+                continue
+            seen = (u * (1 - v)).sum(1)
+            rows.append(min(int(seen[y] - seen[k]) for k in range(len(u)) if k != y))
+        worst.append(max(rows))
+    return Fraction(min(worst) - (0 if mutant == "no tau" else tau))
+
+
+# -- cases -------------------------------------------------------------------------------------------------------------
+
+
+def random_maps(
+    generator: np.random.Generator, count: int, classes: int, cells: int, low: int, high: int
+) -> Iterator[np.ndarray]:
+    """Random evidence with one favoured class, so that certified and broken cases both occur."""
+    for _ in range(count):
+        u = generator.integers(low, high + 1, (classes, cells))
+        weak = generator.random((classes, cells)) < generator.choice([0.3, 0.6, 0.8, 0.9, 0.97, 1.0])
+        u = np.where(weak, low, u)
+        favoured = generator.integers(classes)
+        strong = generator.random(cells) < generator.uniform(0.4, 1.3)
+        u[favoured] = np.where(strong, high, u[favoured])
+        yield u

@@ -207,21 +207,15 @@ def _clipped_overlap(v: np.ndarray, w: np.ndarray) -> int:
     return len(set(run(v)) & set(run(w)))
 
 
-def clipped_sum_margin(
-    u: np.ndarray, y: int, regions: np.ndarray, low: int, high: int, mutant: str = ""
-) -> Fraction:
+def clipped_sum_margin(u: np.ndarray, y: int, regions: np.ndarray, low: int, high: int, mutant: str = "") -> Fraction:
     rivals = [k for k in range(len(u)) if k != y]
     if mutant == "runner-up":
         rivals = [max(rivals, key=lambda k: u[k].sum())]
     span = (high - low) // 2 if mutant == "half" else high - low
-    return min(
-        Fraction(int(((u[y] - u[k]) * (1 - w)).sum()) - int(w.sum()) * span) for w in regions for k in rivals
-    )
+    return min(Fraction(int(((u[y] - u[k]) * (1 - w)).sum()) - int(w.sum()) * span) for w in regions for k in rivals)
 
 
-def published_sum_margin(
-    u: np.ndarray, y: int, regions: np.ndarray, low: int, high: int, factor: int = 2
-) -> Fraction:
+def published_sum_margin(u: np.ndarray, y: int, regions: np.ndarray, low: int, high: int, factor: int = 2) -> Fraction:
     n = int(regions.sum(1).max())
     rivals = [k for k in range(len(u)) if k != y]
     return min(Fraction(int((u[y] - u[k]).sum()) - factor * n * (high - low)) for k in rivals)
@@ -256,9 +250,7 @@ def rank_margin(
     )
 
 
-def double_masking_margin(
-    u: np.ndarray, y: int, regions: np.ndarray, masks: np.ndarray, mutant: str = ""
-) -> Fraction:
+def double_masking_margin(u: np.ndarray, y: int, regions: np.ndarray, masks: np.ndarray, mutant: str = "") -> Fraction:
     def gap(hidden: np.ndarray) -> int:
         seen = (u * (1 - hidden)).sum(1)
         return min(int(seen[y] - seen[k]) for k in range(len(u)) if k != y)
@@ -296,7 +288,13 @@ def agreement_margin(
 
 
 def random_maps(
-    generator: np.random.Generator, count: int, classes: int, cells: int, low: int, high: int
+    generator: np.random.Generator,
+    count: int,
+    classes: int,
+    cells: int,
+    low: int,
+    high: int,
+    lead: tuple[float, float] = (0.4, 1.3),
 ) -> Iterator[np.ndarray]:
     """Random evidence with one favoured class, so that certified and broken cases both occur."""
     for _ in range(count):
@@ -304,6 +302,6 @@ def random_maps(
         weak = generator.random((classes, cells)) < generator.choice([0.3, 0.6, 0.8, 0.9, 0.97, 1.0])
         u = np.where(weak, low, u)
         favoured = generator.integers(classes)
-        strong = generator.random(cells) < generator.uniform(0.4, 1.3)
+        strong = generator.random(cells) < generator.uniform(*lead)
         u[favoured] = np.where(strong, high, u[favoured])
         yield u

@@ -19,14 +19,17 @@ _HOME = {
     "Windows": "windows",
 }
 
-__all__ = ["__version__", *_HOME]  # noqa: PLE0604 - names are listed once, above
+__all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
-    from patchguard.certificate import Certificate, DetectionCertificate, Prediction
-    from patchguard.errors import InputError
-    from patchguard.evidence import Evidence, EvidenceMap
-    from patchguard.patch import Patch
-    from patchguard.windows import Windows
+    from patchguard.certificate import Certificate as Certificate
+    from patchguard.certificate import DetectionCertificate as DetectionCertificate
+    from patchguard.certificate import Prediction as Prediction
+    from patchguard.errors import InputError as InputError
+    from patchguard.evidence import Evidence as Evidence
+    from patchguard.evidence import EvidenceMap as EvidenceMap
+    from patchguard.patch import Patch as Patch
+    from patchguard.windows import Windows as Windows
 
 
 def __getattr__(name: str) -> object:

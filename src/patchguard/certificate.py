@@ -1,7 +1,7 @@
 """`Prediction`, `Certificate` and `DetectionCertificate`: what a defense answers for a batch of images."""
 
 from dataclasses import dataclass, fields
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from jaxtyping import Bool, Float64, Int64
@@ -69,7 +69,7 @@ def concatenate(answers: list[Answer]) -> Answer:
     first = answers[0]
     if len(answers) == 1:
         return first
-    joined = {}
+    joined: dict[str, Any] = {}
     for field in fields(first):
         parts = [getattr(answer, field.name) for answer in answers]
         joined[field.name] = None if parts[0] is None else torch.cat(parts)

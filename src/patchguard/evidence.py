@@ -84,8 +84,8 @@ class Evidence:
     ============ ============================================ ==================
 
     Logits are clipped to [low, high]. Values are rounded to multiples of ``2**-bits``; the rounding is part of the
-    rule, so no certificate is charged for it. ``low=None`` and ``high=None`` mean unbounded: logits are then clipped to +-4096, far
-    outside what a network gives, and a certificate never relies on that ceiling to call a class bounded.
+    rule, so no certificate is charged for it. ``low=None`` and ``high=None`` mean unbounded: logits are then clipped
+    to +-4096, far outside what a network gives, and that ceiling never counts as a bound on what an attack can do.
 
     `drift` is how far the value of an unattacked cell (the logit; p for confidence and vote; the tanh; the logit for
     prediction) may move between two runs of the network, on another device, batch size or precision, without voiding
@@ -93,7 +93,7 @@ class Evidence:
     so that a patch that makes a NaN cannot make the defense fail.
     """
 
-    kind: Kind = "logits"
+    kind: str = "logits"
     low: float | None = 0.0
     high: float | None = None
     drift: float = 0.0
@@ -179,14 +179,16 @@ class Evidence:
         units = (value * 2**self.bits).nan_to_num_(nan=low, posinf=high, neginf=low).clamp_(low, high)
         whole = units.round_().long()
         # float32 may not hold a large bound exactly and would clamp to its neighbour.
-        return whole.clamp_(low, high) if max(-low, high) > 2**24 else whole
+        bounded: Tensor = whole.clamp_(low, high) if max(-low, high) > 2**24 else whole
+        return bounded
 
     def _votes(self, local_logits: Tensor, slack: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Votes flip whole: one that drift could take away does not count for us, one it could add counts against us."""
+        """Votes flip whole: one that drift could take away is not ours, one that it could add is against us."""
         if self.kind == "vote":
             units = self._round(torch.softmax(local_logits, dim=1), 0, 2**self.bits)
             needed = math.ceil(self.threshold * 2**self.bits)
-            return tuple((units + move >= needed).long() for move in (0, -slack, slack))  # type: ignore[return-value]
+            values, lower, upper = ((units + move >= needed).long() for move in (0, -slack, slack))
+            return values, lower, upper
         ceiling = round(CEILING * 2**self.bits)
         units = self._round(local_logits, -ceiling, ceiling)
         winner = ties.argmax(units, dim=1)

@@ -7,6 +7,7 @@ unions of several boxes (`Windows.count > 1`) are written out cell by cell.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -69,24 +70,25 @@ def overlaps(
     """
     check_work(masks, windows, maps.shape[0])
     total = sums(maps, masks)
-    some = max(1, 4 * ELEMENTS // (maps.shape[0] * masks.regions))
     if masks.count == windows.count == 1:
-        ones = torch.ones_like(maps[:1])
-        table, unit = (_integral(each, masks.wrap, copies=3) for each in (maps, ones))
+        table, unit = (_integral(each, masks.wrap, copies=3) for each in (maps, torch.ones_like(maps[:1])))
+        some = max(1, 4 * ELEMENTS // (maps.shape[0] * masks.regions))
         for first in range(0, windows.regions, some):
             pieces = _pieces(masks, windows, first, min(first + some, windows.regions), maps.device)
-            yield total, sum(_corners(table, *p) for p in pieces), sum(_corners(unit, *p) for p in pieces)[0]
+            inside, area = (torch.stack([_corners(each, *p) for p in pieces]).sum(0) for each in (table, unit))
+            yield total, inside, area[0]
     else:
         mine, theirs = (torch.from_numpy(each.cells).to(maps.device) for each in (masks, windows))
-        for chunk in theirs.split(some):
-            owned = (mine & chunk.unsqueeze(1)).double()  # some, masks, cells
+        some = max(1, 4 * ELEMENTS // (max(maps.shape[0], mine.shape[1]) * masks.regions))
+        for first in range(0, windows.regions, some):
+            owned = (mine & theirs[first : first + some].unsqueeze(1)).double()  # some, masks, cells
             inside = (maps.flatten(1).double() @ owned.flatten(0, 1).mT).long()
-            yield total, inside.unflatten(1, owned.shape[:2]), owned.sum(-1).long()
+            yield total, inside.view(-1, *owned.shape[:2]), owned.sum(-1).long()
 
 
 def best_cover(per_mask: Int64[Tensor, "maps masks"], masks: Windows, windows: Windows) -> Tensor:
     """Return, for each window, the largest entry among the masks that cover it (`NOTHING` if none does)."""
-    if masks == windows and len(set(masks.areas.tolist())) == 1 and masks.count == 1:
+    if masks == windows and masks.equal_boxes:
         return per_mask  # equal boxes cover only themselves
     if masks.count == windows.count == 1 and masks.pairs is windows.pairs is None:
         grid = per_mask.view(-1, len(masks.rows), len(masks.columns))
@@ -361,7 +363,7 @@ def _ranges(mark: np.ndarray, device: torch.device) -> _Ranges:
     picks = [[min(s + k, e - block) for s, e in row for k in range(0, e - s, block)] for row in runs]
     most = max(len(row) for row in picks)
     filled = [row + [row[-1] if row else -pad] * (most - len(row)) for row in picks]
-    places = np.unique(np.array(filled).T + pad, axis=0)
+    places: np.ndarray = np.unique(np.array(filled).T + pad, axis=0)
     return _Ranges(pad=pad, level=level, picks=tuple(_place(each, device) for each in places))
 
 
@@ -370,7 +372,7 @@ def _sorted(windows: Windows) -> bool:
     """Whether starts and stops both increase along each axis: true of sliding and of maximal windows."""
 
     def increasing(intervals: tuple[Interval, ...]) -> bool:
-        return all(a < c and b < d for (a, b), (c, d) in zip(intervals, intervals[1:], strict=False))
+        return all(a < c and b < d for (a, b), (c, d) in pairwise(intervals))
 
     return windows.pairs is None and increasing(windows.rows) and increasing(windows.columns)
 

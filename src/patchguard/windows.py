@@ -53,7 +53,8 @@ class Windows:
             raise InputError(f"`count` must be a whole number of at least 1; got {self.count!r}.")
         for axis, name in enumerate(("rows", "columns")):
             intervals = tuple(self._normal(axis, interval) for interval in getattr(self, name))
-            object.__setattr__(self, name, intervals)
+            distinct = tuple(dict.fromkeys(intervals))
+            object.__setattr__(self, name, distinct if self.pairs is None else intervals)
         if self.pairs is not None and not all(
             0 <= i < len(self.rows) and 0 <= j < len(self.columns) for i, j in self.pairs
         ):
@@ -159,8 +160,14 @@ class Windows:
     def areas(self) -> Int64[np.ndarray, " regions"]:
         """How many cells each region has."""
         if self.count == 1:
-            return (self.boxes[:, 1] - self.boxes[:, 0]) * (self.boxes[:, 3] - self.boxes[:, 2])
-        return self.cells.sum(1, dtype=np.int64)
+            top, bottom, left, right = self.boxes.T
+            return np.asarray((bottom - top) * (right - left))
+        return np.asarray(self.cells.sum(1, dtype=np.int64))
+
+    @cached_property
+    def equal_boxes(self) -> bool:
+        """Whether regions are single boxes of one size, so that no box lies in another."""
+        return self.count == 1 and self.pairs is None and len(set(self.areas.tolist())) == 1
 
     @cached_property
     def largest_area(self) -> int:
@@ -178,7 +185,7 @@ class Windows:
         """Which cells (row by row) each region owns. Only enumerations over unions of boxes need this."""
         self._check_enumerable(self.grid[0] * self.grid[1])
         owned = np.stack([self.box_cells(number) for number in range(len(self))])
-        return owned[self.members].any(axis=1)
+        return np.asarray(owned[self.members].any(axis=1))
 
     def box_cells(self, number: int) -> Bool[np.ndarray, " cells"]:
         """Which cells (row by row) box `number` owns."""
@@ -202,7 +209,7 @@ class Windows:
                 rows=_maximal(self.rows, self.grid[0]),
                 columns=_maximal(self.columns, self.grid[1]),
             )
-        boxes = self.boxes
+        boxes = np.unique(self.boxes, axis=0)
         inside = contains(boxes[:, None, :2], boxes[None, :, :2], self.grid[0]) & contains(
             boxes[:, None, 2:], boxes[None, :, 2:], self.grid[1]
         )  # [p, q]: box p holds box q

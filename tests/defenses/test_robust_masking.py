@@ -33,7 +33,9 @@ def as_tensor(maps: list[np.ndarray], geometry: Geometry) -> torch.Tensor:
 
 @pytest.mark.parametrize("bounded", [False, True], ids=["unbounded", "bounded"])
 @pytest.mark.parametrize("larger", [False, True], ids=["equal masks", "larger masks"])
-@pytest.mark.parametrize("threshold", [Fraction(0), Fraction(1, 4), Fraction(1, 2), Fraction(4, 5), Fraction(1)], ids=str)
+@pytest.mark.parametrize(
+    "threshold", [Fraction(0), Fraction(1, 4), Fraction(1, 2), Fraction(4, 5), Fraction(1)], ids=str
+)
 @pytest.mark.parametrize("geometry", [LINE, GRID, CIRCLE], ids=lambda g: g.name)
 def test_no_contents_of_any_window_refute_a_certificate(geometry, threshold, larger, bounded) -> None:
     seed = [geometry.cells, geometry.wrap[1], threshold.numerator, threshold.denominator, larger, bounded]
@@ -162,7 +164,9 @@ def test_a_given_class_with_a_positive_margin_is_the_prediction() -> None:
         found = defense.certify(evidence, masks, label=label)
         assert (predicted[found.certified] == label).all()
     assert defense.certify(evidence, masks, label=1).certified.any()
-    assert torch.equal(defense.certify(evidence, masks).margin, defense.certify(evidence, masks, label=predicted).margin)
+    assert torch.equal(
+        defense.certify(evidence, masks).margin, defense.certify(evidence, masks, label=predicted).margin
+    )
 
 
 @pytest.mark.parametrize("threshold", [Fraction(0), Fraction(1, 2)], ids=str)

@@ -30,7 +30,7 @@ class FeatureAttack:
 
 
 def attack_features(
-    defense: Defense,
+    defense: Defense[Certificate] | Defense[DetectionCertificate],
     evidence: EvidenceMap,
     windows: Windows,
     certificate: Certificate | DetectionCertificate,
@@ -49,7 +49,7 @@ def attack_features(
 
 
 def attack_region(
-    defense: Defense,
+    defense: Defense[Certificate] | Defense[DetectionCertificate],
     evidence: EvidenceMap,
     owned: Bool[Tensor, "batch rows columns"],
     label: Int64[Tensor, " batch"],

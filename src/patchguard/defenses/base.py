@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import ClassVar, TypeAlias
+from typing import ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Float, Int64
@@ -14,12 +14,13 @@ from patchguard.errors import InputError
 from patchguard.evidence import Evidence, EvidenceMap, check_map
 from patchguard.windows import Windows
 
+Proof = TypeVar("Proof", Certificate, DetectionCertificate)
 LocalEvidence: TypeAlias = EvidenceMap | Float[Tensor, "batch classes rows columns"]
 
 ELEMENTS = 2**24  # evidence entries handled at once: bounds the memory of intermediates, not the batch
 
 
-class Defense(ABC):
+class Defense(ABC, Generic[Proof]):
     """A secure aggregation: a rule (`predict`) and a proof about that rule (`certify`).
 
     Both take an `EvidenceMap`, or local logits (batch, classes, rows, columns) that `default_evidence` turns into one.
@@ -38,7 +39,7 @@ class Defense(ABC):
         windows: Windows,
         label: Int64[Tensor, " batch"] | int | None = None,
         top_k: int = 1,
-    ) -> Certificate | DetectionCertificate:
+    ) -> Proof:
         """Prove, per image, that no contents of any region of `windows` change the answer.
 
         `label=None` certifies the defended prediction, otherwise the given class: a positive margin then implies that
@@ -60,7 +61,7 @@ class Defense(ABC):
             first += len(part)
         return concatenate(answers)
 
-    def check(self, evidence: EvidenceMap, windows: Windows) -> None:  # noqa: B027 - optional to override
+    def check(self, evidence: EvidenceMap, windows: Windows) -> None:
         """Raise where this defense cannot certify anything for such evidence and windows."""
 
     def exact(self, evidence: EvidenceMap, windows: Windows) -> bool:
@@ -73,9 +74,9 @@ class Defense(ABC):
     @abstractmethod
     def _certify(
         self, evidence: EvidenceMap, windows: Windows, label: Int64[Tensor, " batch"], top_k: int
-    ) -> Certificate | DetectionCertificate: ...
+    ) -> Proof: ...
 
-    def _admit(self, evidence: EvidenceMap) -> None:  # noqa: B027 - optional to override
+    def _admit(self, evidence: EvidenceMap) -> None:
         """Raise where the rule itself is not defined for such evidence."""
 
     def _label(self, evidence: EvidenceMap) -> Int64[Tensor, " batch"]:

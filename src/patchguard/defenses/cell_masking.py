@@ -16,7 +16,7 @@ from patchguard.windows import Windows
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class CellMasking(Defense):
+class CellMasking(Defense[Certificate]):
     r"""Mask the `cells` strongest cells of each class: any number of patches, anywhere.
 
     Rule.     s_k = sum of the N - cells smallest u_k(i),     label = argmax_k s_k   (ties: smallest k)

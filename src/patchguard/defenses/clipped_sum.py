@@ -19,7 +19,7 @@ MOST_REGIONS = 20_000  # unions of several windows that are still enumerated
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class ClippedSum(Defense):
+class ClippedSum(Defense[Certificate]):
     r"""Add up clipped evidence.
 
     Rule.     S_k = sum_i u_k(i),  low <= u <= high,     label = argmax_k S_k   (ties: smallest k)

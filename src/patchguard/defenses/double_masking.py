@@ -9,7 +9,16 @@ from torch import Tensor
 
 from patchguard import ties
 from patchguard.certificate import Certificate, Prediction
-from patchguard.defenses.base import Defense, boxes_of, check_covered, check_masks, gather, select, strongest, without
+from patchguard.defenses.base import (
+    Defense,
+    boxes_of,
+    check_covered,
+    check_masks,
+    gather,
+    select,
+    strongest,
+    without,
+)
 from patchguard.evidence import Evidence, EvidenceMap
 from patchguard.overlap import best_cover, heaviest, sums
 from patchguard.windows import Windows
@@ -19,7 +28,7 @@ CLASSES = 64  # rivals compared at once in the second round: bounds the memory
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class DoubleMasking(Defense):
+class DoubleMasking(Defense[Certificate]):
     r"""Two rounds of masking; evidence may be signed.
 
     Rule.     l(m, m') = argmax_k S_k(outside m and m'), l(m) = l(m, m)   (ties: smallest k).
@@ -68,7 +77,9 @@ class DoubleMasking(Defense):
         claim = torch.full((len(gap),), claimed, device=gap.device)
         doubtful = (self._floor(gap) <= 0).any(2).long()
         agrees = torch.ones(len(gap), self.masks.regions, dtype=torch.bool, device=gap.device)
-        for rivals in self._chosen(doubtful, claim).split(CLASSES, dim=1):
+        every = self._chosen(doubtful, claim)
+        for first in range(0, every.shape[1], CLASSES):
+            rivals = every[:, first : first + CLASSES]
             needed = (rivals < claimed).long().unsqueeze(2)  # a tie goes to the smaller index
             agrees &= (self._worst_pair(gather(gap, rivals)) >= needed).all(1)
         return agrees
@@ -99,7 +110,7 @@ class DoubleMasking(Defense):
         )
 
     def _contenders(self, gap: Tensor, label: Tensor) -> Int64[Tensor, "batch some"]:
-        """The rivals that can come closest: their worst conceivable pair is no better than the runner-up's actual one."""
+        """The rivals that can come closest: at their conceivable worst no better than the runner-up at its actual."""
         runner_up = strongest(-gap.sum((2, 3)), label, 1)
         reference = self._worst_pair(gather(gap, runner_up))
         return self._chosen((self._floor(gap) <= reference).any(2).long(), label)

@@ -16,7 +16,7 @@ from patchguard.windows import Windows
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class MajorityVote(Defense):
+class MajorityVote(Defense[Certificate]):
     r"""Count votes; a cell may vote for several classes.
 
     Rule.     n_k = number of cells that vote for k,     label = argmax_k n_k   (ties: smallest k)

@@ -3,13 +3,21 @@
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import torch
 from jaxtyping import Int64
 from torch import Tensor
 
 from patchguard import ties
 from patchguard.certificate import DetectionCertificate, Prediction
-from patchguard.defenses.base import Defense, boxes_of, check_covered, check_masks, gather, prediction, select, strongest
+from patchguard.defenses.base import (
+    Defense,
+    boxes_of,
+    check_covered,
+    check_masks,
+    gather,
+    prediction,
+    select,
+    strongest,
+)
 from patchguard.errors import InputError
 from patchguard.evidence import Evidence, EvidenceMap
 from patchguard.overlap import best_cover, sums
@@ -18,7 +26,7 @@ from patchguard.windows import Windows
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class MaskedAgreement(Defense):
+class MaskedAgreement(Defense[DetectionCertificate]):
     r"""Detect, do not repair.
 
     Rule.     label = argmax_k S_k;  alert iff for some mask v the label outside v differs from it, with

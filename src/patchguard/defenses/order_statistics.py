@@ -18,7 +18,7 @@ ELEMENTS = 2**22  # entries sorted at once
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Median(Defense):
+class Median(Defense[Certificate]):
     r"""Score a class by the r-th smallest of its N cells, r = ceil(N / 2); no averaging.
 
     Rule.     s_k = u_k(r),     label = argmax_k s_k   (ties: smallest k)
@@ -58,7 +58,7 @@ class Median(Defense):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class TrimmedMean(Defense):
+class TrimmedMean(Defense[Certificate]):
     r"""Drop the `trim` smallest and the `trim` largest cells of each class and add up the rest.
 
     Rule.     s_k = sum of u_k(r) for r = trim + 1 .. N - trim,     label = argmax_k s_k   (ties: smallest k)
@@ -159,7 +159,10 @@ def _filled_sum(
 ) -> Int64[Tensor, "*maps regions"]:
     """The rank sum once every cell of a region holds `fill`, for each region."""
     some = max(1, ELEMENTS // maps.numel())
-    parts = [_rank_sum(torch.where(part, fill, maps.unsqueeze(-2)), ranks) for part in owned.split(some)]
+    parts = [
+        _rank_sum(torch.where(owned[first : first + some], fill, maps.unsqueeze(-2)), ranks)
+        for first in range(0, len(owned), some)
+    ]
     return torch.cat(parts, dim=-1)
 
 

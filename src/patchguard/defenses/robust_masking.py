@@ -30,7 +30,7 @@ LARGEST_DENOMINATOR = 1000
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RobustMasking(Defense):
+class RobustMasking(Defense[Certificate]):
     r"""Mask the heaviest window of each class, if it holds more than the share T of that class's evidence.
 
     Rule.     S_k = sum_i u_k(i),  H_k = max_v sum_{i in v} u_k(i)  over the masks v,
@@ -85,7 +85,7 @@ class RobustMasking(Defense):
         check_masks(self.masks, evidence)
         if evidence.low != 0:
             raise InputError(
-                f"robust masking needs evidence clipped at 0 from below; got low = {evidence.low / evidence.scale:.6g}. "
+                f"robust masking needs evidence clipped at 0; got a floor of {evidence.low / evidence.scale:.6g}. "
                 "Use Evidence(low=0.0), or DoubleMasking for signed evidence."
             )
         _, q = self._ratio
@@ -147,13 +147,19 @@ class RobustMasking(Defense):
     def _defended(self, maps: Tensor, evidence: EvidenceMap, windows: Windows) -> Int64[Tensor, "batch some regions"]:
         """D: the highest masked score of each class."""
         rest = maps.sum((2, 3)).unsqueeze(2) - sums(maps, windows)  # t_k
-        if windows == self.masks and windows.count == 1 and len(set(windows.areas.tolist())) == 1:
+        if windows == self.masks and windows.equal_boxes:
             return rest  # Lemma 1: the best mask is the window itself
         areas = torch.from_numpy(windows.areas).to(maps.device)
         return rest + evidence.high * areas - heaviest(maps, self.masks, windows, fill=evidence.high)
 
     def _margins(
-        self, lower: Tensor, defended: Tensor, maps: Tensor, least: Tensor, evidence: EvidenceMap, windows: Windows
+        self,
+        lower: Tensor,
+        defended: Tensor,
+        maps: Tensor,
+        least: Tensor,
+        evidence: EvidenceMap,
+        windows: Windows,
     ) -> Int64[Tensor, "batch some regions"]:
         """(q - p)(LB - UB), in integers: UB_k = min(t_k + h |w|, q D_k / (q - p)), or D_k if detection is certain."""
         p, q = self._ratio

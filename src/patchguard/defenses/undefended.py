@@ -16,7 +16,7 @@ from patchguard.windows import Windows
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Undefended(Defense):
+class Undefended(Defense[Certificate]):
     r"""Add up, or average, the evidence, as an ordinary network does.
 
     Rule.     S_k = sum_i u_k(i)   (`mean=True`: divided by the number of cells),     label = argmax_k S_k

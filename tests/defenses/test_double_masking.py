@@ -1,0 +1,139 @@
+"""DoubleMasking and MaskedAgreement against exhaustive rewriting."""
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from oracle import CIRCLE, GRID, LINE
+from test_robust_masking import as_tensor, as_windows
+
+from patchguard.certificate import DetectionCertificate
+from patchguard.defenses import DoubleMasking, MaskedAgreement, RobustMasking
+from patchguard.errors import InputError
+from patchguard.evidence import Evidence
+from patchguard.windows import Windows
+
+SIZES = pytest.mark.parametrize("mask", [(1, 2), (1, 3)], ids=["equal masks", "larger masks"])
+GEOMETRIES = pytest.mark.parametrize("geometry", [LINE, GRID, CIRCLE], ids=lambda g: g.name)
+
+
+@GEOMETRIES
+@SIZES
+@pytest.mark.parametrize("low", [-3, 0], ids=["signed", "clipped"])
+def test_double_masking_keeps_the_certified_label(geometry, mask, low) -> None:
+    generator = np.random.default_rng([geometry.cells, geometry.wrap[1], mask[1], low + 3])
+    regions, masks = geometry.boxes((1, 2)), geometry.boxes(mask)
+    defense = DoubleMasking(masks=as_windows(geometry, mask))
+    rule = oracle.double_masking(masks)
+    maps = list(oracle.random_maps(generator, 60, 3, geometry.cells, low, 3, lead=(0.0, 0.9)))
+    evidence = Evidence(low=None if low else 0.0, bits=0)(as_tensor(maps, geometry))
+    found = defense.certify(evidence, as_windows(geometry, (1, 2)))
+    alphabet = (-4096 if low else 0, 4096)
+    certified = refuted = 0
+    for i, u in enumerate(maps):
+        label, margin = int(found.label[i]), float(found.margin[i])
+        assert label == rule(u[None])[0]
+        assert margin == float(oracle.double_masking_margin(u, label, regions, masks))
+        attackable = oracle.broken(u, regions, rule, label, alphabet)
+        certified += margin > 0
+        refuted += attackable.any()
+        assert not (margin > 0 and attackable.any())
+    assert certified >= 3
+    assert refuted >= 3
+
+
+@GEOMETRIES
+@SIZES
+def test_double_masking_answers_as_the_two_round_rule_says(geometry, mask) -> None:
+    """Maps on which single masks disagree, so that the second round decides."""
+    generator = np.random.default_rng(4)
+    masks = geometry.boxes(mask)
+    rule = oracle.double_masking(masks)
+    maps = generator.integers(-3, 4, (4000, 3, geometry.cells))
+    evidence = Evidence(low=None, bits=0)(as_tensor(list(maps), geometry))
+    answers = DoubleMasking(masks=as_windows(geometry, mask)).predict(evidence).label.numpy()
+    assert (answers == rule(maps)).all()
+    single = oracle.first_max(maps @ (1 - masks).T, axis=1)
+    majority = np.array([np.bincount(row, minlength=3).argmax() for row in single])
+    assert (answers != majority).sum() >= 5  # the second round did decide
+
+
+@pytest.mark.parametrize("mutant", ["one round", "any mask", "disjoint pairs", "ties"])
+def test_a_mutant_of_the_double_masking_bound_is_refuted(mutant) -> None:
+    generator = np.random.default_rng(0)
+    regions = masks = LINE.boxes((1, 3))
+    rule = oracle.double_masking(masks)
+    for u in oracle.random_maps(generator, 3000, 2, 9, -3, 3):
+        label = int(rule(u[None])[0])
+        margin = oracle.double_masking_margin(u, label, regions, masks, mutant)
+        claims = margin == 0 if mutant == "ties" else margin > 0
+        if claims and oracle.broken(u, regions, rule, label, (-4096, 4096)).any():
+            return
+    pytest.fail(f"no case refutes the mutant {mutant!r}")
+
+
+def test_double_masking_certifies_all_that_robust_masking_does_at_equal_masks() -> None:
+    logits = torch.rand(600, 4, 6, 6, generator=torch.Generator().manual_seed(0))
+    logits[:, 3] += 0.6 * torch.rand(600, 1, 1, generator=torch.Generator().manual_seed(1))
+    windows = Windows.sliding(grid=(6, 6), size=(2, 2))
+    evidence = Evidence(low=0.0)(logits)
+    robust = RobustMasking(masks=windows).certify(evidence, windows, label=3).certified
+    double = DoubleMasking(masks=windows).certify(evidence, windows, label=3).certified
+    assert (double | ~robust).all()
+    assert int(double.sum()) > int(robust.sum()) > 10
+
+
+@GEOMETRIES
+@SIZES
+@pytest.mark.parametrize("tau", [0, 3])
+def test_masked_agreement_gives_the_certified_label_or_an_alert(geometry, mask, tau) -> None:
+    generator = np.random.default_rng([geometry.cells, geometry.wrap[1], mask[1], tau])
+    regions, masks = geometry.boxes((1, 2)), geometry.boxes(mask)
+    defense = MaskedAgreement(masks=as_windows(geometry, mask), tau=float(tau))
+    rule = oracle.masked_agreement(masks, tau)
+    maps = list(oracle.random_maps(generator, 200, 3, geometry.cells, -3, 3, lead=(0.0, 0.9)))
+    evidence = Evidence(low=None, bits=0)(as_tensor(maps, geometry))
+    found = defense.certify(evidence, as_windows(geometry, (1, 2)))
+    assert isinstance(found, DetectionCertificate)
+    assert not hasattr(found, "certified")
+    certified = refuted = 0
+    for i, u in enumerate(maps):
+        label, margin = int(found.label[i]), float(found.margin[i])
+        assert bool(found.alert[i]) == (rule(u[None])[0] == -1)
+        assert margin == float(oracle.agreement_margin(u, label, regions, masks, tau))
+        attackable = oracle.broken(u, regions, rule, label, (-4096, 0, 4096))
+        certified += margin > 0
+        refuted += attackable.any()
+        assert not (margin > 0 and attackable.any())
+    assert certified >= 10
+    assert refuted >= 10
+    if geometry is LINE and mask == (1, 3) and tau == 0:
+        assert (found.label_or_alert & found.alert).any()  # a certified image may raise a false alarm
+
+
+@pytest.mark.parametrize("mutant", ["no tau", "any mask"])
+def test_a_mutant_of_the_agreement_bound_is_refuted(mutant) -> None:
+    generator = np.random.default_rng(0)
+    regions, masks = LINE.boxes((1, 2)), LINE.boxes((1, 2))
+    rule = oracle.masked_agreement(masks, 4)
+    for u in oracle.random_maps(generator, 3000, 2, 9, -3, 3):
+        label = int(oracle.plain_sum(u[None])[0])
+        margin = oracle.agreement_margin(u, label, regions, masks, 4, mutant)
+        if margin > 0 and oracle.broken(u, regions, rule, label, (-4096, 0, 4096)).any():
+            return
+    pytest.fail(f"no case refutes the mutant {mutant!r}")
+
+
+@pytest.mark.parametrize("kind", [DoubleMasking, MaskedAgreement])
+def test_masks_that_cover_no_window_and_top_k_are_refused(kind) -> None:
+    defense = kind(masks=Windows.sliding(grid=(4, 4), size=(1, 1)))
+    bounded = Evidence(low=0.0, high=1.0)(torch.rand(1, 3, 4, 4))
+    with pytest.raises(InputError, match="lies in no mask"):
+        defense.certify(bounded, Windows.sliding(grid=(4, 4), size=(2, 2)))
+    with pytest.raises(InputError, match="no certificate for the top 2"):
+        defense.certify(bounded, Windows.sliding(grid=(4, 4), size=(1, 1)), top_k=2)
+
+
+def test_a_negative_tau_is_refused() -> None:
+    with pytest.raises(InputError, match="`tau` must be"):
+        MaskedAgreement(masks=Windows.sliding(grid=(4, 4), size=(1, 1)), tau=-1.0)

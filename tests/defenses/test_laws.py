@@ -1,0 +1,186 @@
+"""Laws that every defense obeys, and input that every defense refuses."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+import patchguard.defenses as defenses
+from patchguard.defenses import (
+    CellMasking,
+    ClippedSum,
+    Defense,
+    DoubleMasking,
+    MajorityVote,
+    MaskedAgreement,
+    Median,
+    RobustMasking,
+    TrimmedMean,
+    Undefended,
+)
+from patchguard.errors import InputError
+from patchguard.evidence import Evidence
+from patchguard.windows import Windows
+
+GRID = (6, 7)
+MASKS = Windows.sliding(grid=GRID, size=(3, 3))
+DEFENSES: dict[str, tuple[Defense, Evidence]] = {
+    "RobustMasking": (RobustMasking(masks=MASKS), Evidence()),
+    "RobustMasking T": (RobustMasking(masks=MASKS, threshold=Fraction(1, 5)), Evidence(high=6.0)),
+    "DoubleMasking": (DoubleMasking(masks=MASKS), Evidence(low=None)),
+    "ClippedSum": (ClippedSum(), Evidence(kind="confidence")),
+    "MajorityVote": (MajorityVote(), Evidence(kind="vote")),
+    "CellMasking": (CellMasking(cells=9), Evidence()),
+    "Median": (Median(), Evidence(low=None)),
+    "TrimmedMean": (TrimmedMean(trim=9), Evidence(low=None)),
+    "MaskedAgreement": (MaskedAgreement(masks=MASKS, tau=0.5), Evidence(low=None)),
+    "Undefended": (Undefended(), Evidence(low=None)),
+}
+EVERY = pytest.mark.parametrize("name", DEFENSES)
+
+
+def logits(count: int = 40, classes: int = 5) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    maps = 4 * torch.rand(count, classes, *GRID, generator=generator)
+    maps[:, 2] += 4 * torch.rand(count, 1, 1, generator=generator)
+    return maps
+
+
+def test_every_defense_has_its_laws_tested() -> None:
+    named = {type(defense).__name__ for defense, _ in DEFENSES.values()}
+    assert named == {name for name in defenses.__all__ if name != "Defense"}
+
+
+@EVERY
+def test_a_larger_window_never_certifies_more(name) -> None:
+    defense, evidence = DEFENSES[name]
+    maps = evidence(logits())
+    margins = [defense.certify(maps, Windows.sliding(grid=GRID, size=(side, side))).margin for side in (1, 2, 3)]
+    assert (margins[0] >= margins[1]).all()
+    assert (margins[1] >= margins[2]).all()
+    if name not in ("Undefended", "RobustMasking T"):
+        assert int((margins[0] > 0).sum()) > 0
+
+
+@EVERY
+def test_permuting_the_classes_permutes_the_labels(name) -> None:
+    defense, evidence = DEFENSES[name]
+    maps = evidence(logits())
+    best, second = defense.predict(maps).scores.topk(2, dim=1).values.unbind(1)
+    maps = maps[best > second]  # a tie goes to the smallest index, whatever the order
+    order = torch.tensor([3, 0, 4, 2, 1])
+    windows = Windows.sliding(grid=GRID, size=(2, 2))
+    plain = defense.certify(maps, windows)
+    permuted = defense.certify(maps.with_values(maps.values[:, order]), windows)
+    assert torch.equal(order[permuted.label], plain.label)
+    assert torch.equal(plain.margin, permuted.margin)
+    assert torch.equal(plain.weakest, permuted.weakest)
+
+
+@EVERY
+def test_a_batch_row_equals_the_image_alone(name, monkeypatch) -> None:
+    defense, evidence = DEFENSES[name]
+    maps = logits(6)
+    windows = Windows.sliding(grid=GRID, size=(2, 3))
+    whole = defense.certify(evidence(maps), windows)
+    scores = defense.predict(evidence(maps)).scores
+    monkeypatch.setattr("patchguard.defenses.base.ELEMENTS", 2 * maps[0].numel())  # two images at a time
+    split = defense.certify(evidence(maps), windows)
+    for i in range(6):
+        alone = defense.certify(evidence(maps[i : i + 1]), windows)
+        for field in ("label", "margin", "weakest", "rival"):
+            assert torch.equal(getattr(whole, field)[i : i + 1], getattr(alone, field))
+            assert torch.equal(getattr(whole, field), getattr(split, field))
+        assert torch.equal(defense.predict(evidence(maps[i : i + 1])).scores, scores[i : i + 1])
+
+
+@EVERY
+def test_local_logits_are_quantised_with_the_defenses_own_evidence(name) -> None:
+    defense, _ = DEFENSES[name]
+    maps = logits(4)
+    assert torch.equal(defense.predict(maps).scores, defense.predict(defense.default_evidence(maps)).scores)
+
+
+@EVERY
+def test_flipping_the_image_flips_the_weakest_window(name) -> None:
+    defense, evidence = DEFENSES[name]
+    maps = logits()
+    windows = Windows.sliding(grid=GRID, size=(2, 2))
+    plain = defense.certify(evidence(maps), windows)
+    mirrored = defense.certify(evidence(maps.flip(3)), windows)
+    assert torch.equal(plain.margin, mirrored.margin)
+
+
+@EVERY
+def test_bad_input_is_refused_with_a_sentence(name) -> None:
+    defense, evidence = DEFENSES[name]
+    windows = Windows.sliding(grid=GRID, size=(2, 2))
+    maps = evidence(logits(2))
+    with pytest.raises(InputError, match="windows of a 5 x 5 grid"):
+        defense.certify(maps, Windows.sliding(grid=(5, 5), size=(2, 2)))
+    for top_k in (0, 5, 9):
+        with pytest.raises(InputError, match="`top_k` must be"):
+            defense.certify(maps, windows, top_k=top_k)
+    with pytest.raises(InputError, match="`label` must lie between 0 and 4"):
+        defense.certify(maps, windows, label=5)
+    with pytest.raises(InputError, match="one entry per image"):
+        defense.certify(maps, windows, label=torch.tensor([1]))
+    broken = logits(2)
+    broken[1, 0, 0, 0] = float("nan")
+    with pytest.raises(InputError, match="image 1 of the batch"):
+        defense.certify(evidence(broken), windows)
+    assert defense.predict(evidence(broken)).label.shape == (2,)
+
+
+@EVERY
+def test_masks_of_another_grid_are_refused(name) -> None:
+    defense, evidence = DEFENSES[name]
+    if not hasattr(defense, "masks"):
+        return
+    with pytest.raises(InputError, match="Build the masks for this grid"):
+        defense.predict(evidence(torch.rand(1, 3, 5, 5)))
+
+
+def test_settings_are_shown_faithfully() -> None:
+    defense = RobustMasking(masks=Windows.sliding(grid=(1, 3), size=(1, 2)), threshold=0.2)
+    assert eval(repr(defense)) == defense
+    assert defense.threshold == Fraction(1, 5)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+@pytest.mark.parametrize(
+    "name", ["RobustMasking", "RobustMasking T", "ClippedSum", "MajorityVote", "CellMasking", "Median"]
+)
+def test_a_larger_k_never_certifies_less(name, top_k) -> None:
+    defense, evidence = DEFENSES[name]
+    windows = Windows.sliding(grid=GRID, size=(2, 2))
+    maps = evidence(logits())
+    fewer = defense.certify(maps, windows, top_k=top_k).margin
+    more = defense.certify(maps, windows, top_k=top_k + 1).margin
+    assert (more >= fewer).all()
+
+
+def test_pruned_rivals_do_not_change_the_certificate() -> None:
+    """Many classes: the margin, window and rival equal those of a run with only the classes that matter."""
+    generator = torch.Generator().manual_seed(3)
+    maps = torch.rand(5, 60, *GRID, generator=generator)
+    maps[:, :10] += 0.3 * torch.rand(5, 10, 1, 1, generator=generator)
+    windows = Windows.sliding(grid=GRID, size=(2, 2))
+    for defense, evidence in (
+        (RobustMasking(masks=MASKS), Evidence()),
+        (RobustMasking(masks=MASKS, threshold=0.1), Evidence(high=2.0)),
+        (DoubleMasking(masks=MASKS), Evidence(low=None)),
+        (Median(), Evidence(low=None)),
+    ):
+        found = defense.certify(evidence(maps), windows)
+        for i in range(5):
+            label = int(found.label[i])
+            worst = min(
+                float(defense.certify(evidence(maps[i : i + 1, [label, k]]), windows, label=0).margin)
+                for k in range(60)
+                if k != label
+            )
+            if isinstance(defense, DoubleMasking):
+                assert float(found.margin[i]) <= worst  # the best mask may differ from rival to rival
+            else:
+                assert float(found.margin[i]) == worst

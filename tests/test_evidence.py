@@ -1,0 +1,150 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from patchguard.defenses import DoubleMasking, RobustMasking
+from patchguard.errors import InputError
+from patchguard.evidence import CEILING, Evidence
+from patchguard.windows import Windows
+
+
+def cells(*values: float) -> torch.Tensor:
+    """Two classes in a row of cells: the given values, and zeros."""
+    row = torch.tensor(values, dtype=torch.double)
+    return torch.stack([row, torch.zeros_like(row)]).view(1, 2, 1, -1)
+
+
+def test_logits_are_clipped_and_rounded_to_the_power_of_two() -> None:
+    found = Evidence(low=0.0, high=2.0, bits=4)(cells(-1.0, 0.0, 0.03, 0.04, 1.5, 7.0))
+    assert found.values[0, 0, 0].tolist() == [0, 0, 0, 1, 24, 32]
+    assert (found.low, found.high, found.scale, found.bounded) == (0, 32, 16, True)
+    assert not Evidence(low=0.0)(cells(1.0)).bounded
+    assert Evidence(low=0.0)(cells(1e9)).values[0, 0, 0, 0] == CEILING * 2**16
+
+
+def test_confidences_votes_and_predictions_come_from_the_softmax_of_each_cell() -> None:
+    logits = torch.tensor([[2.0, 0.0, -1.0], [0.0, 0.0, 3.0], [1.0, 0.0, 1.2]]).T.reshape(1, 3, 1, 3).double()
+    p = torch.softmax(logits, 1)
+    confidence = Evidence(kind="confidence")(logits)
+    assert torch.allclose(confidence.values.double() / confidence.scale, p, atol=2**-16)
+    vote = Evidence(kind="vote")(logits)
+    assert torch.equal(vote.values, (p >= 0.2).long())
+    assert vote.values.sum(1).max() > 1  # several classes may pass the threshold
+    prediction = Evidence(kind="prediction")(logits)
+    assert torch.equal(prediction.values.argmax(1), logits.argmax(1))
+    assert (prediction.values.sum(1) == 1).all()
+    tanh = Evidence(kind="tanh")(logits)
+    assert torch.allclose(tanh.values.double() / tanh.scale, torch.tanh(0.05 * logits - 1), atol=2**-16)
+
+
+def test_a_tied_prediction_goes_to_the_smallest_class() -> None:
+    assert Evidence(kind="prediction")(torch.zeros(1, 4, 1, 1)).values.flatten().tolist() == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["logits", "confidence", "vote", "prediction", "tanh"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_non_finite_values_are_refused_by_certify_and_mapped_into_range_by_predict(kind, bad) -> None:
+    logits = torch.rand(3, 2, 1, 5)
+    logits[1, 0, 0, 2] = bad
+    evidence = Evidence(kind=kind)(logits)
+    assert evidence.finite.tolist() == [True, False, True]
+    assert evidence.values.min() >= evidence.low
+    assert evidence.values.max() <= evidence.high
+    untouched = Evidence(kind=kind)(logits.nan_to_num(0, 0, 0)).values
+    assert torch.equal(evidence.values[..., :2], untouched[..., :2])  # only the cell itself moved
+    assert torch.equal(evidence.values[..., 3:], untouched[..., 3:])
+    windows = Windows.sliding(grid=(1, 5), size=(1, 1))
+    defense = DoubleMasking(masks=windows)
+    defense.predict(evidence)
+    with pytest.raises(InputError, match="image 1 of the batch holds NaN or infinity"):
+        defense.certify(evidence, windows)
+
+
+def test_infinities_become_the_ends_of_the_range() -> None:
+    found = Evidence(low=-2.0, high=3.0, bits=0)(cells(math.nan, -math.inf, math.inf, 1e38))
+    assert found.values[0, 0, 0].tolist() == [-2, -2, 3, 3]
+
+
+@given(
+    st.floats(-20, 20),
+    st.floats(-1, 1),
+    st.floats(0, 1),
+    st.integers(0, 12),
+)
+def test_a_value_moved_by_at_most_the_drift_stays_between_lower_and_upper(value, share, drift, bits) -> None:
+    evidence = Evidence(low=-5.0, high=5.0, bits=bits, drift=drift)
+    found = evidence(cells(value))
+    moved = evidence(cells(value + share * drift)).values
+    assert (found.lower <= moved)[0, 0].all()
+    assert (moved <= found.upper)[0, 0].all()
+
+
+@given(st.lists(st.floats(-3, 3), min_size=3, max_size=3), st.lists(st.floats(-1, 1), min_size=3, max_size=3))
+def test_votes_that_drift_could_flip_are_counted_against_us(logits, moves) -> None:
+    drift = 0.3
+    start = torch.tensor(logits, dtype=torch.double).view(1, 3, 1, 1)
+    moved = start + drift * torch.tensor(moves, dtype=torch.double).view(1, 3, 1, 1)
+    for kind, share in (("vote", 0.5), ("prediction", 1.0)):  # a logit drift d moves p by at most d / 2
+        found = Evidence(kind=kind, drift=share * drift)(start)
+        other = Evidence(kind=kind)(moved).values
+        assert (found.lower <= other).all()
+        assert (other <= found.upper).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_every_precision_gives_the_integers_of_its_own_values(dtype) -> None:
+    logits = (torch.randn(2, 3, 4, 4) * 20).to(dtype)
+    assert torch.equal(Evidence(low=None)(logits).values, Evidence(low=None)(logits.double()).values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kind": "softmax"}, "`kind` must be one of"),
+        ({"low": 2.0, "high": 1.0}, "`low` must lie below `high`"),
+        ({"low": math.nan}, "finite numbers or None"),
+        ({"high": math.inf}, "finite numbers or None"),
+        ({"high": 1e15}, "overflow"),
+        ({"drift": -1.0}, "`drift` must be"),
+        ({"drift": math.inf}, "`drift` must be"),
+        ({"bits": 40}, "`bits` must be"),
+        ({"kind": "vote", "threshold": 0.0}, "`threshold` of a vote"),
+        ({"kind": "confidence", "high": 2.0}, "has a range of its own"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message) -> None:
+    with pytest.raises(InputError, match=message):
+        Evidence(**settings)
+
+
+def test_a_grid_whose_sums_would_overflow_is_refused() -> None:
+    with pytest.raises(InputError, match="the sum of 64 cells"):
+        Evidence(high=2.0**33)(torch.zeros(1, 2, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 3, 3), "four axes"),
+        ((1, 1, 3, 3), "at least two classes"),
+        ((0, 2, 3, 3), "must not be empty"),
+        ((1, 2, 0, 3), "must not be empty"),
+    ],
+)
+def test_tensors_that_are_no_evidence_are_refused(shape, message) -> None:
+    from patchguard.evidence import check_map
+
+    with pytest.raises(InputError, match=message):
+        check_map(torch.zeros(shape))
+    with pytest.raises(InputError, match="floating point"):
+        check_map(torch.zeros(1, 2, 3, 3, dtype=torch.long))
+
+
+def test_float32_cannot_clamp_past_a_bound_it_does_not_hold() -> None:
+    high = (2**24 + 3) / 2**16  # float32 knows only 2^24 + 2 and 2^24 + 4
+    found = Evidence(high=high)(torch.full((1, 2, 1, 1), 1e6))
+    assert found.values.max() == found.high == 2**24 + 3
+    assert RobustMasking(masks=Windows.sliding(grid=(1, 1), size=(1, 1))).predict(found).label.item() == 0

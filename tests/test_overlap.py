@@ -1,0 +1,78 @@
+"""Fast sums against sums written out cell by cell."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_windows import some_windows
+
+from patchguard import overlap
+from patchguard.windows import Windows
+
+
+@st.composite
+def pairs(draw):
+    one = draw(some_windows())
+    other = draw(some_windows(grid=one.grid, wrap=one.wrap))
+    size = tuple(draw(st.integers(1, g)) for g in one.grid)
+    sliding = Windows.sliding(grid=one.grid, size=size, wrap=one.wrap)
+    choice = st.sampled_from([one, one.maximal(), other, other.maximal(), sliding])
+    return draw(choice), draw(choice)
+
+
+def written_out(values: torch.Tensor, windows: Windows) -> torch.Tensor:
+    return values.flatten(1) @ torch.from_numpy(windows.cells).long().T
+
+
+@given(pairs(), st.sampled_from([0, 5, -3]), st.integers(0, 10**6))
+@settings(max_examples=400, deadline=None)
+def test_heaviest_is_the_largest_mask_sum_after_the_window_is_filled(pair, fill, seed) -> None:
+    masks, windows = pair
+    values = torch.randint(-9, 10, (2, *masks.grid), generator=torch.Generator().manual_seed(seed))
+    expected = torch.stack(
+        [
+            written_out(torch.where(torch.from_numpy(w).view(masks.grid), fill, values), masks).amax(1)
+            for w in windows.cells
+        ],
+        1,
+    )
+    assert torch.equal(overlap.heaviest(values, masks, windows, fill), expected)
+
+
+@given(pairs(), st.integers(0, 10**6))
+@settings(max_examples=200, deadline=None)
+def test_sums_and_overlaps_and_covers_match_their_definitions(pair, seed) -> None:
+    masks, windows = pair
+    values = torch.randint(-9, 10, (2, *masks.grid), generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(overlap.sums(values, windows), written_out(values, windows))
+    mine, theirs = torch.from_numpy(masks.cells), torch.from_numpy(windows.cells)
+    both = mine & theirs.unsqueeze(1)
+    parts = list(overlap.overlaps(values, masks, windows))
+    assert torch.equal(torch.cat([p[2] for p in parts]), both.sum(-1))
+    inside = torch.einsum("bc,wvc->bwv", values.flatten(1), both.long())
+    assert torch.equal(torch.cat([p[1] for p in parts], 1), inside)
+    per_mask = torch.randint(-9, 10, (2, len(masks)))
+    held = (mine | ~theirs.unsqueeze(1)).all(-1)
+    best = torch.where(held, per_mask.unsqueeze(1), overlap.NOTHING).amax(-1)
+    assert torch.equal(overlap.best_cover(per_mask, masks, windows), best)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_unions_are_summed_cell_by_cell(count) -> None:
+    windows = Windows.sliding(grid=(1, 6), size=(1, 2), wrap=(False, True), count=count)
+    masks = Windows.sliding(grid=(1, 6), size=(1, 3), wrap=(False, True), count=2)
+    values = torch.randint(-9, 10, (4, 1, 6))
+    assert torch.equal(overlap.sums(values, windows), written_out(values, windows))
+    expected = torch.stack(
+        [written_out(torch.where(torch.from_numpy(w).view(1, 6), 7, values), masks).amax(1) for w in windows.cells],
+        1,
+    )
+    assert torch.equal(overlap.heaviest(values, masks, windows, 7), expected)
+
+
+def test_large_values_do_not_cancel() -> None:
+    """A margin of 1002 next to values of 1e9 survives, as it would not in float32."""
+    values = torch.full((1, 4, 4), 2**40)
+    values[0, 3, 3] += 1002
+    windows = Windows.sliding(grid=(4, 4), size=(2, 2))
+    assert int(overlap.sums(values, windows)[0, -1] - overlap.sums(values, windows)[0, 0]) == 1002

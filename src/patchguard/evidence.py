@@ -141,7 +141,7 @@ class Evidence:
         """Return the integer evidence of local logits."""
         check_map(local_logits)
         exact = local_logits if local_logits.dtype in (torch.float32, torch.float64) else local_logits.float()
-        finite = torch.isfinite(exact).flatten(1).all(1)
+        finite = finite_images(exact)
         low, high = (round(bound * self.scale) for bound in self._range())
         cells = local_logits.shape[2] * local_logits.shape[3]
         if cells * max(abs(low), abs(high)) >= LARGEST_SUM:
@@ -199,6 +199,12 @@ class Evidence:
         sure = (first - second > 2 * slack).unsqueeze(1)
         possible = units + 2 * slack >= first.unsqueeze(1)
         return values, (values * sure if slack else values), (possible.long() if slack else values)
+
+
+def finite_images(values: Float[Tensor, "batch ..."]) -> Bool[Tensor, " batch"]:
+    """Which images hold neither NaN nor infinity. A finite sum has finite terms: one pass settles nearly all."""
+    finite = torch.isfinite(values.flatten(1).sum(1))
+    return finite if bool(finite.all()) else torch.isfinite(values).flatten(1).all(1)
 
 
 def check_map(local_logits: Tensor) -> None:

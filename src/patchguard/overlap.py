@@ -1,7 +1,7 @@
 """Exact sums of integer maps over windows, outside windows, and over the masks that overlap them.
 
-Everything here is integer arithmetic on maps (maps, rows, columns). Boxes are summed from integral images; only
-unions of several boxes (`Windows.count > 1`) are written out cell by cell.
+Everything here is integer arithmetic on maps (maps, rows, columns). Boxes are summed from integral images; unions of
+several boxes (`Windows.count > 1`) and very small grids are written out cell by cell.
 """
 
 from collections.abc import Iterator
@@ -20,14 +20,15 @@ from patchguard.windows import Interval, Windows, contains
 
 NOTHING = -(2**62)  # the maximum over no mask
 ELEMENTS = 2**18  # size of one intermediate: large enough to amortise a call, small enough for the cache
+SMALL = 2**14  # below this the number of calls costs more than the work
 LARGEST_WORK = 2**40  # multiply-adds of one enumeration over unions; beyond this it would not finish
 
 
 def sums(values: Int64[Tensor, "*maps rows columns"], windows: Windows) -> Int64[Tensor, "*maps regions"]:
     """Return, for each region w, the sum of `values` over w."""
     maps = values.reshape(-1, *values.shape[-2:])
-    if windows.count > 1:
-        return _over_cells(maps, windows).view(*values.shape[:-2], -1)
+    if windows.count > 1 or windows.regions * maps[0].numel() <= SMALL:
+        return _over_cells(maps, _owned(windows, values.device)).view(*values.shape[:-2], -1)
     table = _integral(maps, windows.wrap)
     if windows.pairs is None:
         (top, bottom), (left, right) = _edges(windows, values.device)
@@ -46,7 +47,10 @@ def heaviest(
     With ``fill = 0`` this is max_v sum(v outside w); the attack that erases a class leaves just that.
     """
     maps = values.reshape(-1, *values.shape[-2:])
-    if masks.count == windows.count == 1 and _sorted(masks) and masks.pairs is windows.pairs is None:
+    if masks.regions * windows.regions * maps[0].numel() <= 8 * SMALL:
+        left, area = _left_over(masks, windows, values.device)
+        found = (_over_cells(maps, left).view(-1, *area.shape) + fill * area).amax(-1)
+    elif masks.count == windows.count == 1 and _sorted(masks) and masks.pairs is windows.pairs is None:
         found = _heaviest_product(maps, masks, windows, fill)
     else:
         found = torch.cat(
@@ -120,11 +124,15 @@ def check_work(masks: Windows, windows: Windows, maps: int = 1) -> None:
 def _integral(maps: Tensor, wrap: tuple[bool, bool], copies: int = 2) -> Tensor:
     """Return prefix sums with a leading zero row and column; a wrapped axis is unrolled `copies` times."""
     tiled = maps.repeat(1, *(copies if around else 1 for around in wrap)) if any(wrap) else maps
-    table = maps.new_zeros(tiled.shape[0], tiled.shape[1] + 1, tiled.shape[2] + 1)
+    table = maps.new_empty(tiled.shape[0], tiled.shape[1] + 1, tiled.shape[2] + 1)
+    table[:, 0] = 0
+    table[:, 1:, 0] = 0
     torch.cumsum(tiled, 2, out=table[:, 1:, 1:])
-    # Row by row beats one strided cumsum: each step adds whole rows.
-    for row in range(2, table.shape[1]):
-        table[:, row] += table[:, row - 1]
+    if tiled.numel() < SMALL:
+        torch.cumsum(table, 1, out=table)
+    else:  # row by row beats one strided cumsum: each step adds whole rows
+        for row in range(2, table.shape[1]):
+            table[:, row] += table[:, row - 1]
     return table
 
 
@@ -190,10 +198,22 @@ def _pieces(
     return [(a, b, c, d) for a, b in along(0) for c, d in along(1)]
 
 
-def _over_cells(maps: Tensor, windows: Windows) -> Tensor:
+def _over_cells(maps: Tensor, owned: Tensor) -> Tensor:
     # float64 is exact here: evidence is admitted only where any sum of cells stays below 2^52.
-    owned = torch.from_numpy(windows.cells).to(maps.device).double()
     return (maps.flatten(1).double() @ owned.mT).long()
+
+
+@lru_cache(maxsize=16)
+def _owned(windows: Windows, device: torch.device) -> Tensor:
+    return torch.from_numpy(windows.cells).to(device).double()
+
+
+@lru_cache(maxsize=16)
+def _left_over(masks: Windows, windows: Windows, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Written out for small grids: the cells of v outside w, and how many v and w share, for every pair."""
+    mine, theirs = (torch.from_numpy(each.cells).to(device) for each in (masks, windows))
+    shared = (mine & theirs.unsqueeze(1)).sum(-1)
+    return (mine & ~theirs.unsqueeze(1)).double().flatten(0, 1), shared
 
 
 # -- the fast path: products of sorted intervals -----------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import combinations
 from typing import TYPE_CHECKING, TypeAlias, final
 
@@ -218,21 +218,26 @@ class Windows:
 
     def cover(self, windows: "Windows") -> bool:
         """Whether each region of `windows` lies in some region of these masks (never a false yes)."""
-        if self.count < windows.count:
-            return False
-        if self.pairs is None and windows.pairs is None:
-            return all(
-                contains(np.array(mine)[None], np.array(theirs)[:, None], size).any(1).all()
-                for mine, theirs, size in (
-                    (self.rows, windows.rows, self.grid[0]),
-                    (self.columns, windows.columns, self.grid[1]),
-                )
+        return _cover(self, windows)
+
+
+@lru_cache(maxsize=256)
+def _cover(masks: Windows, windows: Windows) -> bool:
+    if masks.count < windows.count:
+        return False
+    if masks.pairs is None and windows.pairs is None:
+        return all(
+            contains(np.array(mine)[None], np.array(theirs)[:, None], size).any(1).all()
+            for mine, theirs, size in (
+                (masks.rows, windows.rows, masks.grid[0]),
+                (masks.columns, windows.columns, masks.grid[1]),
             )
-        mine, theirs = self.boxes[None], windows.boxes[:, None]
-        held = contains(mine[..., :2], theirs[..., :2], self.grid[0]) & contains(
-            mine[..., 2:], theirs[..., 2:], self.grid[1]
         )
-        return bool(held.any(1).all())
+    mine, theirs = masks.boxes[None], windows.boxes[:, None]
+    held = contains(mine[..., :2], theirs[..., :2], masks.grid[0]) & contains(
+        mine[..., 2:], theirs[..., 2:], masks.grid[1]
+    )
+    return bool(held.any(1).all())
 
 
 def contains(

@@ -17,7 +17,7 @@ from patchguard.windows import Windows
 Proof = TypeVar("Proof", Certificate, DetectionCertificate)
 LocalEvidence: TypeAlias = EvidenceMap | Float[Tensor, "batch classes rows columns"]
 
-ELEMENTS = 2**24  # evidence entries handled at once: bounds the memory of intermediates, not the batch
+ELEMENTS = 2**20  # evidence entries handled at once: small enough that intermediates are reused, not mapped anew
 
 
 class Defense(ABC, Generic[Proof]):

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from patchguard import ties
 from patchguard.certificate import Certificate, Prediction
 from patchguard.defenses.base import (
     Defense,
@@ -26,6 +27,7 @@ from patchguard.overlap import heaviest, overlaps, sums
 from patchguard.windows import Windows
 
 LARGEST_DENOMINATOR = 1000
+FEW = 16  # classes that are all compared without sorting out those that cannot matter
 
 
 @final
@@ -94,24 +96,32 @@ class RobustMasking(Defense[Certificate]):
             raise InputError("`threshold` has too large a denominator for this grid and ceiling; round it.")
 
     def _predict(self, evidence: EvidenceMap) -> Prediction:
+        return prediction(self._scores(evidence.values), evidence.scale)
+
+    def _scores(self, maps: Int64[Tensor, "batch some rows columns"]) -> Int64[Tensor, "batch some"]:
         p, q = self._ratio
+        total = maps.sum((2, 3))
+        hidden = sums(maps, self.masks).amax(-1)
+        return torch.where(q * hidden > p * total, total - hidden, total)
+
+    def _label(self, evidence: EvidenceMap) -> Int64[Tensor, " batch"]:
+        """The label of `_predict`, scoring only classes whose total reaches the score of the largest total."""
+        if evidence.classes <= FEW:
+            return ties.argmax(self._scores(evidence.values), dim=1)
         total = evidence.values.sum((2, 3))
-        hidden = sums(evidence.values, self.masks).amax(-1)
-        return prediction(torch.where(q * hidden > p * total, total - hidden, total), evidence.scale)
+        largest = ties.argmax(total, dim=1).unsqueeze(1)
+        reached = self._scores(gather(evidence.values, largest))
+        count = int((total >= reached).sum(1).max())
+        classes = total.topk(count, dim=1).indices.sort(dim=1).values
+        best = ties.argmax(self._scores(gather(evidence.values, classes)), dim=1)
+        return select(classes, best)
 
     def _certify(
         self, evidence: EvidenceMap, windows: Windows, label: Int64[Tensor, " batch"], top_k: int
     ) -> Certificate:
         p, q = self._ratio
         lower = self._lower(evidence, windows, label)
-        totals = evidence.upper.sum((2, 3))
-        # No score exceeds the total plus what fills a region; with every region in a mask, D_k <= t_k <= S_k.
-        ceiling = totals + evidence.high * windows.largest_area
-        if self.masks.cover(windows) and p < q:
-            ceiling = torch.minimum(ceiling, totals * q // (q - p) + (p > 0))
-        top = strongest(totals, label, top_k)
-        reached = self._defended(gather(evidence.upper, top), evidence, windows).amin((1, 2))
-        rivals = contenders(ceiling, reached, label, top_k)
+        rivals = self._rivals(evidence, windows, label, top_k)
         maps = gather(evidence.upper, rivals)
         defended = self._defended(maps, evidence, windows)
         unit = evidence.scale
@@ -121,6 +131,26 @@ class RobustMasking(Defense[Certificate]):
             margins = self._margins(lower, defended, maps, gather(evidence.lower, rivals), evidence, windows)
             unit *= max(1, q - p)
         return worst_case(margins, rivals, label, windows, unit, top_k)
+
+    def _rivals(
+        self, evidence: EvidenceMap, windows: Windows, label: Tensor, top_k: int
+    ) -> Int64[Tensor, "batch some"]:
+        """The classes whose bound can decide the margin; all of them where sorting them out costs more."""
+        totals = evidence.upper.sum((2, 3))
+        if evidence.classes <= FEW and self._own_masks(windows):
+            return strongest(totals, label, evidence.classes - 1)
+        p, q = self._ratio
+        # No score exceeds the total plus what fills a region; with every region in a mask, D_k <= t_k <= S_k.
+        ceiling = totals + evidence.high * windows.largest_area
+        if self.masks.cover(windows) and p < q:
+            ceiling = torch.minimum(ceiling, totals * q // (q - p) + (p > 0))
+        top = strongest(totals, label, top_k)
+        reached = self._defended(gather(evidence.upper, top), evidence, windows).amin((1, 2))
+        return contenders(ceiling, reached, label, top_k)
+
+    def _own_masks(self, windows: Windows) -> bool:
+        """Whether Lemma 1 holds: the windows are the masks, all of one size."""
+        return windows.equal_boxes and windows == self.masks
 
     def _lower(self, evidence: EvidenceMap, windows: Windows, label: Tensor) -> Int64[Tensor, "batch regions"]:
         """LB: the least score of the label."""
@@ -147,8 +177,8 @@ class RobustMasking(Defense[Certificate]):
     def _defended(self, maps: Tensor, evidence: EvidenceMap, windows: Windows) -> Int64[Tensor, "batch some regions"]:
         """D: the highest masked score of each class."""
         rest = maps.sum((2, 3)).unsqueeze(2) - sums(maps, windows)  # t_k
-        if windows == self.masks and windows.equal_boxes:
-            return rest  # Lemma 1: the best mask is the window itself
+        if self._own_masks(windows):
+            return rest  # the best mask is the window itself
         areas = torch.from_numpy(windows.areas).to(maps.device)
         return rest + evidence.high * areas - heaviest(maps, self.masks, windows, fill=evidence.high)
 

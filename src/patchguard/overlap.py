@@ -19,9 +19,13 @@ from patchguard.errors import InputError
 from patchguard.windows import Interval, Windows, contains
 
 NOTHING = -(2**62)  # the maximum over no mask
-ELEMENTS = 2**18  # size of one intermediate: large enough to amortise a call, small enough for the cache
 SMALL = 2**14  # below this the number of calls costs more than the work
 LARGEST_WORK = 2**40  # multiply-adds of one enumeration over unions; beyond this it would not finish
+
+
+def _elements(device: torch.device) -> int:
+    """Size of one intermediate: on a CPU it stays in the cache, on an accelerator it fills the machine."""
+    return 2**16 if device.type == "cpu" else 2**24
 
 
 def sums(values: Int64[Tensor, "*maps rows columns"], windows: Windows) -> Int64[Tensor, "*maps regions"]:
@@ -51,7 +55,9 @@ def heaviest(
         left, area = _left_over(masks, windows, values.device)
         found = (_over_cells(maps, left).view(-1, *area.shape) + fill * area).amax(-1)
     elif masks.count == windows.count == 1 and _sorted(masks) and masks.pairs is windows.pairs is None:
-        found = _heaviest_product(maps, masks, windows, fill)
+        some = max(1, _elements(maps.device) // windows.regions)
+        parts = [_heaviest_product(maps[k : k + some], masks, windows, fill) for k in range(0, len(maps), some)]
+        found = torch.cat(parts) if len(parts) > 1 else parts[0]
     else:
         found = torch.cat(
             [outside(total, inside, fill * area).amax(-1) for total, inside, area in overlaps(maps, masks, windows)],
@@ -76,14 +82,14 @@ def overlaps(
     total = sums(maps, masks)
     if masks.count == windows.count == 1:
         table, unit = (_integral(each, masks.wrap, copies=3) for each in (maps, torch.ones_like(maps[:1])))
-        some = max(1, 4 * ELEMENTS // (maps.shape[0] * masks.regions))
+        some = max(1, 4 * _elements(maps.device) // (maps.shape[0] * masks.regions))
         for first in range(0, windows.regions, some):
             pieces = _pieces(masks, windows, first, min(first + some, windows.regions), maps.device)
             inside, area = (torch.stack([_corners(each, *p) for p in pieces]).sum(0) for each in (table, unit))
             yield total, inside, area[0]
     else:
         mine, theirs = (torch.from_numpy(each.cells).to(maps.device) for each in (masks, windows))
-        some = max(1, 4 * ELEMENTS // (max(maps.shape[0], mine.shape[1]) * masks.regions))
+        some = max(1, 4 * _elements(maps.device) // (max(maps.shape[0], mine.shape[1]) * masks.regions))
         for first in range(0, windows.regions, some):
             owned = (mine & theirs[first : first + some].unsqueeze(1)).double()  # some, masks, cells
             inside = (maps.flatten(1).double() @ owned.flatten(0, 1).mT).long()
@@ -270,7 +276,7 @@ def _heaviest_product(maps: Tensor, masks: Windows, windows: Windows, fill: int)
     if plan.apart_columns is not None:
         found = torch.maximum(found, plan.apart_columns(own.amax(1)).unsqueeze(1))
     table = _integral(maps - fill if fill else maps, masks.wrap, copies=3).permute(2, 1, 0).contiguous()
-    some = max(1, ELEMENTS // (count * height * max(own.shape[0], table.shape[0])))
+    some = max(1, _elements(maps.device) // (count * height * max(own.shape[0], table.shape[0])))
     for first in range(0, steps, some):
         here = slice(first, first + some)
         prefix = table.new_zeros(())

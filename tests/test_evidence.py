@@ -94,6 +94,20 @@ def test_votes_that_drift_could_flip_are_counted_against_us(logits, moves) -> No
         assert (other <= found.upper).all()
 
 
+@pytest.mark.parametrize("kind", ["logits", "confidence", "vote", "prediction", "tanh"])
+@pytest.mark.parametrize("drift", [1e3, 2.0**46, 1e300])
+def test_a_drift_beyond_the_range_leaves_nothing_certain(kind, drift) -> None:
+    found = Evidence(kind=kind, high=4.0 if kind == "logits" else None, drift=drift)(4 * torch.rand(2, 3, 2, 2))
+    assert (found.lower == found.low).all()
+    assert (found.upper == found.high).all()
+
+
+def test_a_confidence_that_equals_the_threshold_votes() -> None:
+    assert (Evidence(kind="vote", threshold=0.2)(torch.zeros(1, 5, 1, 1)).values == 1).all()
+    assert (Evidence(kind="vote", threshold=0.1)(torch.zeros(1, 10, 1, 1)).values == 1).all()
+    assert (Evidence(kind="vote", threshold=0.21)(torch.zeros(1, 5, 1, 1)).values == 0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_every_precision_gives_the_integers_of_its_own_values(dtype) -> None:
     logits = (torch.randn(2, 3, 4, 4) * 20).to(dtype)
@@ -122,7 +136,7 @@ def test_settings_that_make_no_sense_are_refused(settings, message) -> None:
 
 def test_a_grid_whose_sums_would_overflow_is_refused() -> None:
     with pytest.raises(InputError, match="the sum of 64 cells"):
-        Evidence(high=2.0**33)(torch.zeros(1, 2, 8, 8))
+        Evidence(high=2.0**31)(torch.zeros(1, 2, 8, 8))
 
 
 @pytest.mark.parametrize(

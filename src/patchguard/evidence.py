@@ -1,6 +1,7 @@
 """`Evidence`: the one place where local logits are clipped, turned into votes and rounded to integers.
 
-After this file there are no floats: sums are exact, order does not matter, CPU and GPU agree, and a tie is a tie.
+After this file there are no floats: from the integers on, sums are exact, order does not matter, CPU and GPU agree,
+and a tie is a tie.
 """
 
 import math
@@ -17,7 +18,7 @@ from patchguard.errors import InputError
 Kind = Literal["logits", "confidence", "vote", "prediction", "tanh"]
 
 CEILING = 4096.0  # what "unbounded" logits are clipped to; networks stay below 200
-LARGEST_SUM = 2**52  # any sum of cells stays below this, so that float64 matrix products are exact, too
+LARGEST_SUM = 2**50  # any sum of cells stays below this, so that float64 matrix products are exact, too
 
 
 @final
@@ -89,8 +90,9 @@ class Evidence:
 
     `drift` is how far the value of an unattacked cell (the logit; p for confidence and vote; the tanh; the logit for
     prediction) may move between two runs of the network, on another device, batch size or precision, without voiding
-    the certificate. Non-finite values are refused by `certify`; `predict` maps NaN and -inf to low and +inf to high,
-    so that a patch that makes a NaN cannot make the defense fail.
+    the certificate. Non-finite values are refused by `certify`; `predict` maps a value that is NaN or -inf to low and
+    one that is +inf to high (a softmax over an infinite logit is NaN), cell by cell, so that a patch that makes a NaN
+    cannot make the defense fail.
     """
 
     kind: str = "logits"
@@ -149,12 +151,11 @@ class Evidence:
                 f"the sum of {cells} cells with a ceiling of {high / self.scale:.3g} and {self.bits} bits could "
                 "overflow. Lower `high`, raise `low`, or use fewer `bits`."
             )
-        # Rounding may move two values that differ by d apart by one more unit.
-        slack = math.floor(self.drift * 2**self.bits) + 1 if self.drift > 0 else 0
         if self.kind in ("vote", "prediction"):
-            values, lower, upper = self._votes(exact, slack)
+            values, lower, upper = self._votes(exact)
         else:
             values = self._round(self._value(exact), low, high)
+            slack = self._slack(high - low)
             lower = (values - slack).clamp_(min=low) if slack else values
             upper = (values + slack).clamp_(max=high) if slack else values
         return EvidenceMap(
@@ -169,6 +170,13 @@ class Evidence:
             binary=self.kind in ("vote", "prediction"),
         )
 
+    def _slack(self, span: int) -> int:
+        """The drift in whole units: rounding may move two values that differ by d apart by one more unit.
+
+        More than the whole range is no more drift, and must not overflow.
+        """
+        return min(math.floor(min(self.drift, 2.0**40) * 2**self.bits) + 1, span) if self.drift > 0 else 0
+
     def _value(self, local_logits: Tensor) -> Tensor:
         if self.kind == "tanh":
             return torch.tanh(0.05 * local_logits - 1)
@@ -182,15 +190,17 @@ class Evidence:
         bounded: Tensor = whole.clamp_(low, high) if max(-low, high) > 2**24 else whole
         return bounded
 
-    def _votes(self, local_logits: Tensor, slack: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _votes(self, local_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Votes flip whole: one that drift could take away is not ours, one that it could add is against us."""
         if self.kind == "vote":
             units = self._round(torch.softmax(local_logits, dim=1), 0, 2**self.bits)
-            needed = math.ceil(self.threshold * 2**self.bits)
+            needed = max(1, round(self.threshold * 2**self.bits))  # rounded as p is, so that p >= threshold votes
+            slack = self._slack(2**self.bits + 1)
             values, lower, upper = ((units + move >= needed).long() for move in (0, -slack, slack))
             return values, lower, upper
         ceiling = round(CEILING * 2**self.bits)
         units = self._round(local_logits, -ceiling, ceiling)
+        slack = self._slack(2 * ceiling + 1)
         winner = ties.argmax(units, dim=1)
         values = torch.nn.functional.one_hot(winner, units.shape[1]).movedim(-1, 1).contiguous()
         # A cell that holds NaN in every class votes for nobody; its one attacker could have chosen that, too.

@@ -5,7 +5,7 @@ several boxes (`Windows.count > 1`) and very small grids are written out cell by
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import TypeAlias
@@ -20,7 +20,7 @@ from patchguard.windows import Interval, Windows, contains
 
 NOTHING = -(2**62)  # the maximum over no mask
 SMALL = 2**14  # below this the number of calls costs more than the work
-LARGEST_WORK = 2**40  # multiply-adds of one enumeration over unions; beyond this it would not finish
+LARGEST_WORK = 2**38  # multiply-adds of one enumeration over unions; beyond this it would not finish
 
 
 def _elements(device: torch.device) -> int:
@@ -50,50 +50,46 @@ def heaviest(
 
     With ``fill = 0`` this is max_v sum(v outside w); the attack that erases a class leaves just that.
     """
+    masks = _on_the_same_circle(masks, windows)
     maps = values.reshape(-1, *values.shape[-2:])
     if masks.regions * windows.regions * maps[0].numel() <= 8 * SMALL:
-        left, area = _left_over(masks, windows, values.device)
-        found = (_over_cells(maps, left).view(-1, *area.shape) + fill * area).amax(-1)
+        left, shared = _left_over(masks, windows, values.device)
+        found = (_over_cells(maps, left).view(-1, *shared.shape) + fill * shared).amax(-1)
     elif masks.count == windows.count == 1 and _sorted(masks) and masks.pairs is windows.pairs is None:
         some = max(1, _elements(maps.device) // windows.regions)
         parts = [_heaviest_product(maps[k : k + some], masks, windows, fill) for k in range(0, len(maps), some)]
         found = torch.cat(parts) if len(parts) > 1 else parts[0]
     else:
-        found = torch.cat(
-            [outside(total, inside, fill * area).amax(-1) for total, inside, area in overlaps(maps, masks, windows)],
-            dim=1,
-        )
+        found = maps.new_empty(maps.shape[0], windows.regions)
+        for here, left, shared in overlaps(maps, masks, windows):
+            found[:, here] = (left + fill * shared).amax(-1)
     return found.view(*values.shape[:-2], -1)
-
-
-def outside(total: Tensor, inside: Tensor, refill: Tensor) -> Tensor:
-    """Sum over a mask after its cells inside the window were replaced by cells that add up to `refill`."""
-    return total.unsqueeze(1) - inside + refill
 
 
 def overlaps(
     maps: Int64[Tensor, "maps rows columns"], masks: Windows, windows: Windows
-) -> Iterator[tuple[Int64[Tensor, "maps masks"], Int64[Tensor, "maps some masks"], Int64[Tensor, "some masks"]]]:
-    """Yield, window region by window region in chunks: sum over v, sum over (v and w), cells of (v and w).
+) -> Iterator[tuple[slice, Int64[Tensor, "maps some masks"], Int64[Tensor, "some masks"]]]:
+    """Yield, for some regions w at a time: which, the sum over v outside w, and how many cells v and w share.
 
     This enumerates all pairs: the slow path, for what has no faster one.
     """
-    check_work(masks, windows, maps.shape[0])
-    total = sums(maps, masks)
+    masks = _on_the_same_circle(masks, windows)
+    check_work(masks, windows)
+    some = max(1, 2**22 // (maps.shape[0] * max(masks.regions, maps[0].numel())))
+    total = sums(maps, masks).unsqueeze(1)
     if masks.count == windows.count == 1:
         table, unit = (_integral(each, masks.wrap, copies=3) for each in (maps, torch.ones_like(maps[:1])))
-        some = max(1, 4 * _elements(maps.device) // (maps.shape[0] * masks.regions))
-        for first in range(0, windows.regions, some):
-            pieces = _pieces(masks, windows, first, min(first + some, windows.regions), maps.device)
-            inside, area = (torch.stack([_corners(each, *p) for p in pieces]).sum(0) for each in (table, unit))
-            yield total, inside, area[0]
     else:
-        mine, theirs = (torch.from_numpy(each.cells).to(maps.device) for each in (masks, windows))
-        some = max(1, 4 * _elements(maps.device) // (max(maps.shape[0], mine.shape[1]) * masks.regions))
-        for first in range(0, windows.regions, some):
-            owned = (mine & theirs[first : first + some].unsqueeze(1)).double()  # some, masks, cells
-            inside = (maps.flatten(1).double() @ owned.flatten(0, 1).mT).long()
-            yield total, inside.view(-1, *owned.shape[:2]), owned.sum(-1).long()
+        mine, theirs = (torch.from_numpy(each.cells).to(maps.device).double() for each in (masks, windows))
+    for first in range(0, windows.regions, some):
+        here = slice(first, min(first + some, windows.regions))
+        if masks.count == windows.count == 1:
+            pieces = _pieces(masks, windows, here, maps.device)
+            inside, shared = (torch.stack([_corners(each, *p) for p in pieces]).sum(0) for each in (table, unit))
+            yield here, total - inside, shared[0]
+        else:  # written out cell by cell
+            inside = (maps.flatten(1).unsqueeze(1).double() * theirs[here]) @ mine.mT
+            yield here, total - inside.long(), (theirs[here] @ mine.mT).long()
 
 
 def best_cover(per_mask: Int64[Tensor, "maps masks"], masks: Windows, windows: Windows) -> Tensor:
@@ -105,23 +101,30 @@ def best_cover(per_mask: Int64[Tensor, "maps masks"], masks: Windows, windows: W
         grid = _best_along(grid.mT, masks.rows, windows.rows, masks.grid[0]).mT
         grid = _best_along(grid, masks.columns, windows.columns, masks.grid[1])
         return grid.flatten(1)
-    mine, theirs = masks.cells, windows.cells
-    found = []
-    for owned in theirs:
-        held = torch.from_numpy(np.flatnonzero((mine | ~owned).all(1))).to(per_mask.device)
-        nothing = torch.full_like(per_mask[:, :1], NOTHING)
-        found.append(torch.cat([per_mask.index_select(1, held), nothing], 1).amax(1))
-    return torch.stack(found, 1)
+    ones = per_mask.new_ones(1, *masks.grid)
+    areas = torch.from_numpy(windows.areas).to(per_mask.device).unsqueeze(1)
+    found = per_mask.new_empty(per_mask.shape[0], windows.regions)
+    for here, _, shared in overlaps(ones, masks, windows):
+        covering = shared == areas[here]
+        for image, entries in enumerate(per_mask):
+            found[image, here] = torch.where(covering, entries, NOTHING).amax(1)
+    return found
 
 
-def check_work(masks: Windows, windows: Windows, maps: int = 1) -> None:
+def check_work(masks: Windows, windows: Windows) -> None:
     """Raise where an enumeration of (mask, window) pairs would not finish."""
     cells = 1 if masks.count == windows.count == 1 else masks.grid[0] * masks.grid[1]
-    if masks.regions * windows.regions * cells * maps > LARGEST_WORK:
+    if masks.regions * windows.regions * cells > LARGEST_WORK:
         raise InputError(
             f"{masks.regions:.3g} masks against {windows.regions:.3g} attacked regions are too many to enumerate. "
             "Use fewer patches, a coarser grid, or a defense with a position-free certificate (`spatial=False`)."
         )
+
+
+def _on_the_same_circle(masks: Windows, windows: Windows) -> Windows:
+    """Return the masks on an axis that wraps wherever the windows' does: a line is a circle nobody goes around."""
+    wrap = (masks.wrap[0] or windows.wrap[0], masks.wrap[1] or windows.wrap[1])
+    return masks if masks.wrap == wrap else replace(masks, wrap=wrap)
 
 
 # -- integral images ---------------------------------------------------------------------------------------------------
@@ -183,10 +186,10 @@ def _edges(windows: Windows, device: torch.device) -> tuple[tuple[_Place, _Place
 
 
 def _pieces(
-    masks: Windows, windows: Windows, first: int, last: int, device: torch.device
+    masks: Windows, windows: Windows, here: slice, device: torch.device
 ) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Boxes that make up (v and w) for each pair: one, or up to two per axis that wraps around."""
-    mine, theirs = _boxes(masks, device), tuple(each[first:last, None] for each in _boxes(windows, device))
+    mine, theirs = _boxes(masks, device), tuple(each[here, None] for each in _boxes(windows, device))
 
     def along(axis: int) -> list[tuple[Tensor, Tensor]]:
         size = masks.grid[axis]
@@ -205,12 +208,18 @@ def _pieces(
 
 
 def _over_cells(maps: Tensor, owned: Tensor) -> Tensor:
-    # float64 is exact here: evidence is admitted only where any sum of cells stays below 2^52.
+    # float64 is exact here: sums of evidence stay below 2^50, sums of what defenses add to it below 2^53.
     return (maps.flatten(1).double() @ owned.mT).long()
 
 
-@lru_cache(maxsize=16)
 def _owned(windows: Windows, device: torch.device) -> Tensor:
+    if windows.regions * windows.grid[0] * windows.grid[1] <= 2**20:
+        return _small_owned(windows, device)
+    return torch.from_numpy(windows.cells).to(device).double()  # too large to keep
+
+
+@lru_cache(maxsize=64)
+def _small_owned(windows: Windows, device: torch.device) -> Tensor:
     return torch.from_numpy(windows.cells).to(device).double()
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Interval: TypeAlias = tuple[int, int]
 """(start, stop): the cells start, ..., stop - 1, modulo the axis length where `stop` runs past it."""
 
-LARGEST_TABLE = 2**28  # entries of a table over (regions, cells); beyond this an enumeration would not finish
+LARGEST_TABLE = 2**26  # entries of a table over (regions, cells); beyond this an enumeration would not finish
 
 
 @final
@@ -47,8 +47,12 @@ class Windows:
     count: int = 1
 
     def __post_init__(self) -> None:
-        if len(self.grid) != 2 or min(self.grid) < 1:
-            raise InputError(f"`grid` must be two sizes of at least 1; got {self.grid}.")
+        object.__setattr__(self, "grid", tuple(int(size) for size in self.grid))
+        object.__setattr__(self, "wrap", tuple(bool(around) for around in self.wrap))
+        if len(self.grid) != 2 or len(self.wrap) != 2 or min(self.grid) < 1:
+            raise InputError(
+                f"`grid` must be two sizes of at least 1, `wrap` two truths; got {self.grid}, {self.wrap}."
+            )
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
             raise InputError(f"`count` must be a whole number of at least 1; got {self.count!r}.")
         for axis, name in enumerate(("rows", "columns")):
@@ -85,10 +89,7 @@ class Windows:
         intervals = []
         for cells, length, around in zip(grid, size, wrap, strict=True):
             if not 1 <= length <= cells:
-                raise InputError(
-                    f"`size` must lie between 1 and the grid's {cells} cells; got {length}. "
-                    "A window as large as the grid leaves nothing to decide on."
-                )
+                raise InputError(f"`size` must lie between 1 and the grid's {cells} cells; got {length}.")
             starts = range(cells) if around and length < cells else range(cells - length + 1)
             intervals.append(tuple((start, start + length) for start in starts))
         return cls(grid=grid, rows=intervals[0], columns=intervals[1], wrap=wrap, count=count)
@@ -185,7 +186,10 @@ class Windows:
         """Which cells (row by row) each region owns. Only enumerations over unions of boxes need this."""
         self._check_enumerable(self.grid[0] * self.grid[1])
         owned = np.stack([self.box_cells(number) for number in range(len(self))])
-        return np.asarray(owned[self.members].any(axis=1))
+        found = owned[self.members[:, 0]]
+        for column in self.members.T[1:]:
+            found |= owned[column]
+        return np.asarray(found)
 
     def box_cells(self, number: int) -> Bool[np.ndarray, " cells"]:
         """Which cells (row by row) box `number` owns."""

@@ -135,5 +135,5 @@ def test_masks_that_cover_no_window_and_top_k_are_refused(kind) -> None:
 
 
 def test_a_negative_tau_is_refused() -> None:
-    with pytest.raises(InputError, match="`tau` must be"):
+    with pytest.raises(InputError, match="`tau` must lie between 0 and"):
         MaskedAgreement(masks=Windows.sliding(grid=(4, 4), size=(1, 1)), tau=-1.0)

@@ -131,6 +131,27 @@ def test_mixed_lengths_and_arbitrary_boxes_match_the_literal_bound(threshold, mi
     assert 5 < int(found.certified.sum()) < 195
 
 
+@pytest.mark.parametrize("threshold", [Fraction(0), Fraction(1, 2), Fraction(1)], ids=str)
+@pytest.mark.parametrize("around", ["windows", "masks"])
+def test_masks_on_a_line_and_windows_on_a_circle_share_the_circle(threshold, around) -> None:
+    """Bounded evidence admits windows that no mask covers, so the two may differ in whether they wrap around."""
+    generator = np.random.default_rng(13)
+    line, circle = oracle.Geometry("line", (1, 9)), oracle.Geometry("circle", (1, 9), (False, True))
+    outer, inner = (line, circle) if around == "windows" else (circle, line)
+    regions, covers = inner.boxes((1, 2)), outer.boxes((1, 3))
+    defense = RobustMasking(masks=as_windows(outer, (1, 3)), threshold=threshold)
+    maps = list(oracle.random_maps(generator, 300, 2, 9, 0, 3))
+    found = defense.certify(Evidence(low=0.0, high=3.0, bits=0)(as_tensor(maps, line)), as_windows(inner, (1, 2)))
+    rule = oracle.robust_masking(covers, threshold)
+    for i, u in enumerate(maps):
+        label = int(found.label[i])
+        expected = oracle.robust_masking_margin(u, label, regions, covers, threshold, 3)
+        assert float(found.margin[i]) == pytest.approx(float(expected), abs=1e-12)
+        if found.certified[i]:
+            assert not oracle.broken(u, regions, rule, label, (0, 1, 3)).any()
+    assert 5 < int(found.certified.sum()) < 295
+
+
 def test_lemma_1_gives_the_evidence_outside_the_window() -> None:
     masks = Windows.sliding(grid=(5, 5), size=(2, 2))
     evidence = Evidence(bits=0)(torch.randint(0, 9, (8, 3, 5, 5)).double())

@@ -45,7 +45,15 @@ def attack_features(
     if weakest is None:  # a position-free certificate names no region: try the first
         weakest = boxes_of(torch.zeros_like(certificate.label), windows)
     owned = owned_cells(weakest, windows)
-    return attack_region(defense, evidence, owned, certificate.label, certificate.rival, with_drift=with_drift)
+    return attack_region(
+        defense,
+        evidence,
+        owned,
+        certificate.label,
+        certificate.rival,
+        with_drift=with_drift,
+        search=not defense.exact(evidence, windows),  # an exact bound is attained by the first candidate or not at all
+    )
 
 
 def attack_region(
@@ -56,8 +64,12 @@ def attack_region(
     rival: Int64[Tensor, " batch"],
     *,
     with_drift: bool = False,
+    search: bool = True,
 ) -> FeatureAttack:
-    """Rewrite the `owned` cells of each image so that `label` loses to `rival`; keep the first contents that work."""
+    """Rewrite the `owned` cells of each image so that `label` loses to `rival`; keep the first contents that work.
+
+    `search=False` tries only the generally worst contents: the label at its floor, the rival at its ceiling.
+    """
     start = _drifted(evidence, label) if with_drift else evidence.values
     best: Tensor | None = None  # until something works, the first candidate
     succeeded = torch.zeros(len(evidence), dtype=torch.bool, device=start.device)
@@ -69,7 +81,7 @@ def attack_region(
         best = contents.clone() if best is None else best
         best[works & ~succeeded] = contents[works & ~succeeded]
         succeeded |= works
-        if bool(succeeded.all()):
+        if bool(succeeded.all()) or not search:
             break
     assert best is not None  # there is always a first candidate
     return FeatureAttack(evidence=evidence.with_values(best), succeeded=succeeded)

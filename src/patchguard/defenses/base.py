@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from numbers import Integral
 from typing import ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
@@ -45,6 +46,7 @@ class Defense(ABC, Generic[Proof]):
         `label=None` certifies the defended prediction, otherwise the given class: a positive margin then implies that
         it is the defended prediction. With `top_k > 1` the statement is that the label stays among the k best.
         """
+        chosen_labels = None if label is None else self._given(label, evidence)
         answers = []
         first = 0
         for part in self._parts(evidence):
@@ -56,7 +58,8 @@ class Defense(ABC, Generic[Proof]):
                 )
             self._check_windows(part, windows, top_k)
             self.check(part, windows)
-            chosen = self._label(part) if label is None else self._given(label, first, part)
+            here = slice(first, first + len(part))
+            chosen = self._label(part) if chosen_labels is None else chosen_labels[here].to(part.values.device)
             answers.append(self._certify(part, windows, chosen, top_k))
             first += len(part)
         return concatenate(answers)
@@ -88,6 +91,8 @@ class Defense(ABC, Generic[Proof]):
             shape = evidence.shape
         elif isinstance(evidence, EvidenceMap):
             shape = evidence.values.shape
+            if shape[0] == 0:
+                raise InputError("evidence must not be empty; got no image.")
         else:
             raise InputError(f"`evidence` must be a tensor or an EvidenceMap; got {type(evidence).__name__}.")
         some = max(1, ELEMENTS // shape[1:].numel())
@@ -111,18 +116,17 @@ class Defense(ABC, Generic[Proof]):
         if self.largest_top_k is not None and top_k > self.largest_top_k:
             raise InputError(f"{type(self).__name__} has no certificate for the top {top_k}; use `top_k=1`.")
 
-    def _given(self, label: Tensor | int, first: int, part: EvidenceMap) -> Tensor:
-        device = part.values.device
-        if isinstance(label, int):
-            label = torch.full((first + len(part),), label, device=device)
-        if not isinstance(label, Tensor) or label.dim() != 1 or label.is_floating_point():
+    def _given(self, label: Tensor | int, evidence: LocalEvidence) -> Tensor:
+        count, classes = len(evidence), evidence.shape[1] if isinstance(evidence, Tensor) else evidence.classes
+        if isinstance(label, Integral) and not isinstance(label, bool):
+            label = torch.full((count,), int(label))
+        if not isinstance(label, Tensor) or label.dim() != 1 or label.is_floating_point() or label.dtype == torch.bool:
             raise InputError("`label` must be one whole number, or a tensor with one class number per image.")
-        chosen = label[first : first + len(part)].to(device).long()
-        if len(chosen) != len(part):
-            raise InputError(f"`label` must have one entry per image; got {len(label)}.")
-        if int(chosen.min()) < 0 or int(chosen.max()) >= part.classes:
-            raise InputError(f"`label` must lie between 0 and {part.classes - 1}; got {label.tolist()[:8]}.")
-        return chosen
+        if len(label) != count:
+            raise InputError(f"`label` must have one entry per image; got {len(label)} for {count} images.")
+        if int(label.min()) < 0 or int(label.max()) >= classes:
+            raise InputError(f"`label` must lie between 0 and {classes - 1}; got {label.tolist()[:8]}.")
+        return label.long()
 
 
 def check_masks(masks: Windows, evidence: EvidenceMap) -> None:
@@ -134,12 +138,12 @@ def check_masks(masks: Windows, evidence: EvidenceMap) -> None:
         )
 
 
-def check_covered(masks: Windows, windows: Windows, bounded: bool) -> None:
-    """Raise where some region lies in no mask, unless bounded evidence still gives a bound there."""
-    if not masks.cover(windows) and not bounded:
+def check_covered(masks: Windows, windows: Windows, *, otherwise: str = "") -> None:
+    """Raise where some region lies in no mask; `otherwise` adds what else would help."""
+    if not masks.cover(windows):
         raise InputError(
             "some window lies in no mask, so an attack there has no limit and nothing can be certified. "
-            "Use masks at least as large as the windows (`Guard.for_patch`), or bound the evidence (`high`)."
+            f"Use masks at least as large as the windows (`Guard.for_patch`){otherwise}."
         )
 
 
@@ -186,7 +190,7 @@ def worst_case(
 
     The label leaves the top k in a region once k rivals pass it: the k-th smallest margin counts.
     """
-    per_region = margins.amin(1) if top_k == 1 else margins.kthvalue(top_k, dim=1).values
+    per_region = margins.amin(1) if top_k == 1 else margins.sort(dim=1).values[:, top_k - 1]
     region = ties.argmin(per_region, dim=1)
     worst = per_region.gather(1, region.unsqueeze(1))
     there = margins.gather(2, region.view(-1, 1, 1).expand(-1, margins.shape[1], 1)).squeeze(2)

@@ -38,8 +38,9 @@ class DoubleMasking(Defense[Certificate]):
               w the label is y. The margin is
                   min over w, max over m covering w, min over m' and k != y of  (S_y - S_k)(outside m and m').
 
-    Sound, not exact. `masks.count > 1` uses unions of that many boxes: several patches, at the cost of their number
-    squared. Cost: certify O(M w K') for M masks of side w against the K' rivals that matter.
+    The `scores` of a prediction are the plain sums S_k; the label need not be their argmax. Sound, not exact.
+    `masks.count > 1` uses unions of that many boxes: several patches, at the cost of their number squared. Cost:
+    certify O(M w K') for M masks of side w against the K' rivals that matter.
     """
 
     masks: Windows
@@ -52,7 +53,7 @@ class DoubleMasking(Defense[Certificate]):
 
     def check(self, evidence: EvidenceMap, windows: Windows) -> None:
         """Raise where a window lies in no mask: the theorem needs one, bounded evidence or not."""
-        check_covered(self.masks, windows, bounded=False)
+        check_covered(self.masks, windows)
 
     def _admit(self, evidence: EvidenceMap) -> None:
         check_masks(self.masks, evidence)

@@ -23,6 +23,8 @@ from patchguard.evidence import Evidence, EvidenceMap
 from patchguard.overlap import best_cover, sums
 from patchguard.windows import Windows
 
+LARGEST_TAU = 2.0**24  # no evidence of a whole image leads by more
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +45,8 @@ class MaskedAgreement(Defense[DetectionCertificate]):
     largest_top_k: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tau < float("inf"):
-            raise InputError(f"`tau` must be a finite number of at least 0; got {self.tau}.")
+        if not 0 <= self.tau <= LARGEST_TAU:
+            raise InputError(f"`tau` must lie between 0 and {LARGEST_TAU:.0f}; got {self.tau}.")
 
     def exact(self, evidence: EvidenceMap, windows: Windows) -> bool:
         """Sound: another mask may raise the alert."""
@@ -52,7 +54,7 @@ class MaskedAgreement(Defense[DetectionCertificate]):
 
     def check(self, evidence: EvidenceMap, windows: Windows) -> None:
         """Raise where a window lies in no mask: the theorem needs one, bounded evidence or not."""
-        check_covered(self.masks, windows, bounded=False)
+        check_covered(self.masks, windows)
 
     def _admit(self, evidence: EvidenceMap) -> None:
         check_masks(self.masks, evidence)

@@ -51,7 +51,7 @@ class RobustMasking(Defense[Certificate]):
 
     Masks may be larger than the windows, or smaller if the evidence is bounded. `masks.count > 1` masks the heaviest
     union of that many boxes. Cost: certify O(P w K') for P windows of side w against the K' rivals that matter, at
-    T = 0; O(P M K) for M masks at T > 0; with unions P and M grow to their powers.
+    T = 0; at T > 0 plus O(P M) for M masks; with unions P and M grow to their powers.
     """
 
     masks: Windows
@@ -81,7 +81,8 @@ class RobustMasking(Defense[Certificate]):
 
     def check(self, evidence: EvidenceMap, windows: Windows) -> None:
         """Raise where a window is not covered and the evidence is unbounded."""
-        check_covered(self.masks, windows, evidence.bounded)
+        if not evidence.bounded:
+            check_covered(self.masks, windows, otherwise=", or bound the evidence (`high`)")
 
     def _admit(self, evidence: EvidenceMap) -> None:
         check_masks(self.masks, evidence)
@@ -161,18 +162,15 @@ class RobustMasking(Defense[Certificate]):
             return rest - heaviest(least, self.masks, windows)
         if p == q:
             return rest
-        most = select(evidence.upper, label)
-        found = []
-        first = 0
-        pairs = zip(overlaps(least, self.masks, windows), overlaps(most, self.masks, windows), strict=True)
-        for (total, inside, shared), (more, more_inside, _) in pairs:
-            here = rest[:, first : first + inside.shape[1]]
-            least_in = total.unsqueeze(1) - inside  # a_y(v)
-            most_in = more.unsqueeze(1) - more_inside
-            masked = (q - p) * (most_in + evidence.high * shared) > p * (here.unsqueeze(2) - least_in)
-            found.append(here - torch.where(masked, least_in, 0).amax(2))
-            first += inside.shape[1]
-        return torch.cat(found, 1)
+        # a_y(v), as small and as large as drift allows
+        smallest = overlaps(least, self.masks, windows)
+        largest = overlaps(select(evidence.upper, label), self.masks, windows)
+        found = torch.empty_like(rest)
+        for (here, least_in, shared), (_, most_in, _) in zip(smallest, largest, strict=True):
+            left = rest[:, here].unsqueeze(2)
+            masked = (q - p) * (most_in + evidence.high * shared) > p * (left - least_in)
+            found[:, here] = rest[:, here] - torch.where(masked, least_in, 0).amax(2)
+        return found
 
     def _defended(self, maps: Tensor, evidence: EvidenceMap, windows: Windows) -> Int64[Tensor, "batch some regions"]:
         """D: the highest masked score of each class."""

@@ -15,10 +15,10 @@ ROOT = Path(patchguard.__file__).parent
 LAYERS = [
     {"errors"},
     {"patch", "ties"},
-    {"field", "trace", "audit", "windows", "evidence", "certificate", "overlap", "runtime", "verify"},
+    {"field", "trace", "tracing", "audit", "windows", "evidence", "certificate", "overlap", "runtime", "verify"},
     {"models", "data", "defenses"},
-    {"guard"},
-    {"zoo"},
+    {"guard", "config"},
+    {"zoo", "presets"},
     {"attacks", "training"},
     {"experiments"},
     {"cli", "server"},

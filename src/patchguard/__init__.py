@@ -13,10 +13,12 @@ _HOME = {
     "DetectionCertificate": "certificate",
     "Evidence": "evidence",
     "EvidenceMap": "evidence",
+    "Guard": "guard",
     "InputError": "errors",
     "Patch": "patch",
     "Prediction": "certificate",
     "Windows": "windows",
+    "load": "zoo",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -28,8 +30,10 @@ if TYPE_CHECKING:
     from patchguard.errors import InputError as InputError
     from patchguard.evidence import Evidence as Evidence
     from patchguard.evidence import EvidenceMap as EvidenceMap
+    from patchguard.guard import Guard as Guard
     from patchguard.patch import Patch as Patch
     from patchguard.windows import Windows as Windows
+    from patchguard.zoo import load as load
 
 
 def __getattr__(name: str) -> object:

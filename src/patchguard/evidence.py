@@ -184,10 +184,13 @@ class Evidence:
 
     def _round(self, value: Tensor, low: int, high: int) -> Tensor:
         # Multiplying by a power of two is exact, and overflow to infinity ends at the bound it passed.
-        units = (value * 2**self.bits).nan_to_num_(nan=low, posinf=high, neginf=low).clamp_(low, high)
-        whole = units.round_().long()
-        # float32 may not hold a large bound exactly and would clamp to its neighbour.
-        bounded: Tensor = whole.clamp_(low, high) if max(-low, high) > 2**24 else whole
+        units = (value * 2**self.bits).clamp_(low, high).round_()
+        # The clamp left only NaN. Finite sums have finite terms.
+        units = units if bool(units.sum().isfinite()) else units.nan_to_num_(nan=low)
+        whole = units.long()
+        # A bound that floats do not hold exactly was clamped to its neighbour.
+        held = all(torch.tensor(bound, dtype=value.dtype).item() == bound for bound in (low, high))
+        bounded: Tensor = whole if held else whole.clamp(low, high)
         return bounded
 
     def _votes(self, local_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:

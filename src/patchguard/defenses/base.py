@@ -18,7 +18,8 @@ from patchguard.windows import Windows
 Proof = TypeVar("Proof", Certificate, DetectionCertificate)
 LocalEvidence: TypeAlias = EvidenceMap | Float[Tensor, "batch classes rows columns"]
 
-ELEMENTS = 2**20  # evidence entries handled at once: small enough that intermediates are reused, not mapped anew
+# Evidence entries handled at once: on a CPU few enough that memory is reused, on an accelerator enough to fill it.
+ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 
 
 class Defense(ABC, Generic[Proof]):
@@ -95,7 +96,8 @@ class Defense(ABC, Generic[Proof]):
                 raise InputError("evidence must not be empty; got no image.")
         else:
             raise InputError(f"`evidence` must be a tensor or an EvidenceMap; got {type(evidence).__name__}.")
-        some = max(1, ELEMENTS // shape[1:].numel())
+        device = evidence.device if isinstance(evidence, Tensor) else evidence.values.device
+        some = max(1, ELEMENTS.get(device.type, ELEMENTS["cuda"]) // shape[1:].numel())
         for first in range(0, shape[0], some):
             part = evidence[first : first + some]
             admitted = part if isinstance(part, EvidenceMap) else self.default_evidence(part)

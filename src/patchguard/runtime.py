@@ -1,0 +1,171 @@
+"""Where and how computations run: device, seeds, precision, and the stamp that a result carries."""
+
+import os
+import platform
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from patchguard import __version__
+from patchguard.errors import InputError
+
+_cudnn: Any = torch.backends.cudnn
+_mkldnn: Any = torch.backends.mkldnn
+
+# -- device ------------------------------------------------------------------------------------------------------------
+
+
+def choose_device(name: str = "auto") -> torch.device:
+    """Return the named device, or for "auto" the first GPU where there is one and the CPU elsewhere."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"`device` must be auto, cpu, cuda or cuda:1 and the like; got {name!r}.") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InputError(
+            f"`device` must be one that torch finds here; got {name!r} with {torch.cuda.device_count()} GPUs. Use cpu."
+        )
+    return device
+
+
+def placement(module: object) -> tuple[torch.device, torch.dtype]:
+    """Return the device and type of a module's first floating tensor; CPU and float32 if it has none."""
+    if isinstance(module, nn.Module):
+        for tensors in (module.parameters(), module.buffers()):
+            for tensor in tensors:
+                if tensor.is_floating_point():
+                    return tensor.device, tensor.dtype
+    return torch.device("cpu"), torch.float32
+
+
+# -- mode and precision ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def evaluating(module: object) -> Iterator[None]:
+    """Put a module into evaluation mode, and each of its parts back into its own mode at the end."""
+    modes = [(part, part.training) for part in module.modules()] if isinstance(module, nn.Module) else []
+    try:
+        if isinstance(module, nn.Module) and any(mode for _, mode in modes):
+            module.eval()
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Compute float32 as float32: without autocast on `device`, and without TF32 or bfloat16 inside products."""
+    _precision.enter()
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        _precision.leave()
+
+
+class _Precision:
+    """The switches belong to the process: the first who enters turns them off, the last who leaves restores them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside = 0
+        self.restore: list[Callable[[], None]] = []
+
+    def enter(self) -> None:
+        with self.lock:
+            self.inside += 1
+            if self.inside == 1:
+                self.restore = [_exact_products(), _exact_convolutions()]
+
+    def leave(self) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside == 0:
+                for restore in self.restore:
+                    restore()
+
+
+_precision = _Precision()
+
+
+# torch has two sets of these switches and lets nobody read the older one once they disagree, itself included when it
+# compiles a network. So each is turned by the older one, unless the user has already turned them one by one.
+
+
+def _exact_products() -> Callable[[], None]:
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return _turn([torch.backends.cuda.matmul, _mkldnn.matmul])
+    torch.set_float32_matmul_precision("highest")
+    return lambda: torch.set_float32_matmul_precision(before)
+
+
+def _exact_convolutions() -> Callable[[], None]:
+    try:
+        before = _cudnn.allow_tf32
+    except RuntimeError:
+        return _turn([_cudnn.conv, _cudnn.rnn])
+    _cudnn.allow_tf32 = False
+
+    def restore() -> None:
+        _cudnn.allow_tf32 = before
+
+    return restore
+
+
+def _turn(owners: list[Any]) -> Callable[[], None]:
+    before = [(owner, owner.fp32_precision) for owner in owners]
+    for owner in owners:
+        owner.fp32_precision = "ieee"
+
+    def restore() -> None:
+        for owner, value in before:
+            owner.fp32_precision = value
+
+    return restore
+
+
+# -- seeds -------------------------------------------------------------------------------------------------------------
+
+
+def derived_seed(seed: int, *index: int) -> int:
+    """Return a seed of 64 bits for item `index` of a run: a function of both, and of nothing else."""
+    if seed < 0 or any(each < 0 for each in index):
+        raise InputError(f"`seed` and `index` must be whole numbers of at least 0; got {(seed, *index)}.")
+    state = np.random.SeedSequence([seed, *index]).generate_state(1, np.uint64)
+    return int(state[0])
+
+
+def generator(seed: int, *index: int) -> torch.Generator:
+    """Return a generator for item `index`, so that an answer depends on neither batch size nor order."""
+    return torch.Generator().manual_seed(derived_seed(seed, *index))
+
+
+# -- stamp -------------------------------------------------------------------------------------------------------------
+
+
+def environment() -> dict[str, str | int | None]:
+    """Return what a measured number depends on: versions, processor and GPU; no names of machines or paths."""
+    gpu = torch.cuda.is_available()
+    return {
+        "patchguard": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if gpu else None,
+        "cuda": torch.version.cuda if gpu else None,
+        "cudnn": _cudnn.version() if gpu else None,
+    }

@@ -20,10 +20,13 @@ def pairs(draw):
     return draw(choice), draw(choice)
 
 
-@pytest.fixture(params=[0, overlap.SMALL], ids=["large paths", "small paths"], autouse=True)
+@pytest.fixture(params=["small", "large", "accelerated"], autouse=True)
 def _paths(request, monkeypatch) -> None:
-    """Small grids are written out cell by cell; the paths for large ones must give the same."""
-    monkeypatch.setattr(overlap, "SMALL", request.param)
+    """Small grids are written out cell by cell; the paths for large ones and for accelerators must give the same."""
+    if request.param != "small":
+        monkeypatch.setattr(overlap, "SMALL", 0)
+    if request.param == "accelerated":
+        monkeypatch.setattr(overlap, "_accelerated", lambda device: True)
 
 
 def written_out(values: torch.Tensor, windows: Windows) -> torch.Tensor:

@@ -143,7 +143,9 @@ class Evidence:
         """Return the integer evidence of local logits."""
         check_map(local_logits)
         exact = local_logits if local_logits.dtype in (torch.float32, torch.float64) else local_logits.float()
-        finite = finite_images(exact)
+        finite = torch.isfinite(exact.flatten(1).sum(1))
+        clean = bool(finite.all())  # a finite sum has finite terms: one pass settles nearly all
+        finite = finite if clean else torch.isfinite(exact).flatten(1).all(1)
         low, high = (round(bound * self.scale) for bound in self._range())
         cells = local_logits.shape[2] * local_logits.shape[3]
         if cells * max(abs(low), abs(high)) >= LARGEST_SUM:
@@ -152,9 +154,9 @@ class Evidence:
                 "overflow. Lower `high`, raise `low`, or use fewer `bits`."
             )
         if self.kind in ("vote", "prediction"):
-            values, lower, upper = self._votes(exact)
+            values, lower, upper = self._votes(exact, clean)
         else:
-            values = self._round(self._value(exact), low, high)
+            values = self._round(self._value(exact), low, high, clean)
             slack = self._slack(high - low)
             lower = (values - slack).clamp_(min=low) if slack else values
             upper = (values + slack).clamp_(max=high) if slack else values
@@ -182,27 +184,25 @@ class Evidence:
             return torch.tanh(0.05 * local_logits - 1)
         return local_logits if self.kind == "logits" else torch.softmax(local_logits, dim=1)
 
-    def _round(self, value: Tensor, low: int, high: int) -> Tensor:
+    def _round(self, value: Tensor, low: int, high: int, clean: bool) -> Tensor:
         # Multiplying by a power of two is exact, and overflow to infinity ends at the bound it passed.
         units = (value * 2**self.bits).clamp_(low, high).round_()
-        # The clamp left only NaN. Finite sums have finite terms.
-        units = units if bool(units.sum().isfinite()) else units.nan_to_num_(nan=low)
-        whole = units.long()
+        whole = (units if clean else units.nan_to_num_(nan=low)).long()
         # A bound that floats do not hold exactly was clamped to its neighbour.
         held = all(torch.tensor(bound, dtype=value.dtype).item() == bound for bound in (low, high))
         bounded: Tensor = whole if held else whole.clamp(low, high)
         return bounded
 
-    def _votes(self, local_logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _votes(self, local_logits: Tensor, clean: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Votes flip whole: one that drift could take away is not ours, one that it could add is against us."""
         if self.kind == "vote":
-            units = self._round(torch.softmax(local_logits, dim=1), 0, 2**self.bits)
+            units = self._round(torch.softmax(local_logits, dim=1), 0, 2**self.bits, clean)
             needed = max(1, round(self.threshold * 2**self.bits))  # rounded as p is, so that p >= threshold votes
             slack = self._slack(2**self.bits + 1)
             values, lower, upper = ((units + move >= needed).long() for move in (0, -slack, slack))
             return values, lower, upper
         ceiling = round(CEILING * 2**self.bits)
-        units = self._round(local_logits, -ceiling, ceiling)
+        units = self._round(local_logits, -ceiling, ceiling, clean)
         slack = self._slack(2 * ceiling + 1)
         winner = ties.argmax(units, dim=1)
         values = torch.nn.functional.one_hot(winner, units.shape[1]).movedim(-1, 1).contiguous()
@@ -212,12 +212,6 @@ class Evidence:
         sure = (first - second > 2 * slack).unsqueeze(1)
         possible = units + 2 * slack >= first.unsqueeze(1)
         return values, (values * sure if slack else values), (possible.long() if slack else values)
-
-
-def finite_images(values: Float[Tensor, "batch ..."]) -> Bool[Tensor, " batch"]:
-    """Which images hold neither NaN nor infinity. A finite sum has finite terms: one pass settles nearly all."""
-    finite = torch.isfinite(values.flatten(1).sum(1))
-    return finite if bool(finite.all()) else torch.isfinite(values).flatten(1).all(1)
 
 
 def check_map(local_logits: Tensor) -> None:

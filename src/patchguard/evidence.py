@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, final, get_args
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
@@ -189,7 +190,7 @@ class Evidence:
         units = (value * 2**self.bits).clamp_(low, high).round_()
         whole = (units if clean else units.nan_to_num_(nan=low)).long()
         # A bound that floats do not hold exactly was clamped to its neighbour.
-        held = all(torch.tensor(bound, dtype=value.dtype).item() == bound for bound in (low, high))
+        held = value.dtype == torch.float64 or all(float(np.float32(bound)) == bound for bound in (low, high))
         bounded: Tensor = whole if held else whole.clamp(low, high)
         return bounded
 

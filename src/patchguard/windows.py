@@ -145,7 +145,15 @@ class Windows:
         pairs = self.pairs or [(i, j) for i in range(len(self.rows)) for j in range(len(self.columns))]
         return np.array([(*self.rows[i], *self.columns[j]) for i, j in pairs], dtype=np.int64)
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        # Windows key the caches of index tables, and are looked up many times per call.
+        return hash((self.grid, self.rows, self.columns, self.pairs, self.wrap, self.count))
+
+    @cached_property
     def regions(self) -> int:
         """How many unions of `count` boxes there are."""
         return math.comb(len(self), min(self.count, len(self)))

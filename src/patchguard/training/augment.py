@@ -1,0 +1,52 @@
+"""Random crops, flips and holes, drawn and applied on the device of the images."""
+
+import torch
+from jaxtyping import Float, Int64, UInt8
+from torch import Tensor
+
+
+def augmented(
+    images: UInt8[Tensor, "batch 3 height width"],
+    generator: torch.Generator,
+    *,
+    pad: int = 0,
+    flip: bool = False,
+    cutout: int = 0,
+) -> Float[Tensor, "batch 3 height width"]:
+    """Return images as pixels in [0, 1], each shifted, mirrored and punched at random.
+
+    Rule.  A shift by up to `pad` pixels per axis, filled up by reflection; left and right swapped with probability one
+           half where `flip`; a square of `cutout` pixels, centred anywhere and cut off at the border, set to mid-grey.
+
+    The result has its channels last in memory.
+    """
+    batch, _, height, width = images.shape
+
+    def drawn(high: int) -> Int64[Tensor, "batch 1"]:
+        return torch.randint(high, (batch, 1), generator=generator, device=images.device)
+
+    rows = _reflected(torch.arange(height, device=images.device) + drawn(2 * pad + 1) - pad, height)
+    columns = _reflected(torch.arange(width, device=images.device) + drawn(2 * pad + 1) - pad, width)
+    if flip:
+        columns = torch.where(drawn(2) == 1, columns.flip(1), columns)
+    number = torch.arange(batch, device=images.device).view(-1, 1, 1)
+    # A slice between two index tensors puts the channels last: batch, height, width, 3.
+    pixels = images[number, :, rows.unsqueeze(2), columns.unsqueeze(1)].float() / 255
+    if cutout > 0:
+        down = _within(height, drawn(height), cutout)
+        along = _within(width, drawn(width), cutout)
+        pixels = torch.where((down.unsqueeze(2) & along.unsqueeze(1)).unsqueeze(3), 0.5, pixels)
+    return pixels.permute(0, 3, 1, 2)
+
+
+def _reflected(place: Int64[Tensor, "batch size"], size: int) -> Int64[Tensor, "batch size"]:
+    """Return the pixel that a place outside the image mirrors; the border pixel itself is not repeated."""
+    turned = place.abs()
+    return torch.where(turned >= size, 2 * (size - 1) - turned, turned)
+
+
+def _within(size: int, centre: Tensor, length: int) -> Tensor:
+    """Return which pixels of each image lie in the interval of `length` around `centre`."""
+    start = centre - length // 2
+    place = torch.arange(size, device=centre.device)
+    return (place >= start) & (place < start + length)

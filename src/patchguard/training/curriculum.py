@@ -1,0 +1,79 @@
+"""What training looks at, when: plain warm-up, then masks from coarse to fine; and the learning rate."""
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from patchguard.errors import InputError
+from patchguard.training.recipe import Recipe
+from patchguard.windows import Interval, Windows
+
+FINAL_RATE = 1e-3  # of the peak, at the last step of one cycle
+STEPS = (0.5, 0.75)  # where the step schedule divides the rate by ten
+
+
+@final
+@dataclass(frozen=True)
+class Stage:
+    """A part of training with one loss; `mask_step` of None is the plain warm-up."""
+
+    start: float
+    mask_step: int | None
+
+
+def stages(recipe: Recipe) -> list[Stage]:
+    """Return the stages in order; each lasts until the next one starts, as a share of all epochs."""
+    plain = [Stage(0.0, None)] if recipe.plain_share > 0 else []
+    masked = [Stage(max(start, recipe.plain_share), step) for start, step in recipe.mask_steps]
+    # Of several stages that the warm-up has swallowed, only the last still happens.
+    last = {stage.start: stage for stage in masked if stage.start < 1}
+    return [*plain, *last.values()]
+
+
+def stage_at(recipe: Recipe, progress: float) -> Stage:
+    """Return the stage at `progress`, the share of training that is done."""
+    return [stage for stage in stages(recipe) if stage.start <= progress][-1]
+
+
+def shares(recipe: Recipe) -> list[tuple[Stage, float]]:
+    """Return each stage with the share of training that it takes."""
+    plan = stages(recipe)
+    stops = [*(stage.start for stage in plan[1:]), 1.0]
+    return [(stage, stop - stage.start) for stage, stop in zip(plan, stops, strict=True)]
+
+
+def rate(recipe: Recipe, progress: float) -> float:
+    """Return the learning rate at `progress`.
+
+    Both schedules rise linearly from 0 over the first `warm_up`. Then one cycle falls to a thousandth of the peak along
+    half a cosine; the step schedule divides by ten at one half and at three quarters.
+    """
+    if progress < recipe.warm_up:
+        return recipe.peak_rate * progress / recipe.warm_up
+    if recipe.schedule == "step":
+        return recipe.peak_rate * 0.1 ** sum(progress >= step for step in STEPS)
+    done = (progress - recipe.warm_up) / (1 - recipe.warm_up)
+    share = (1 + math.cos(math.pi * done)) / 2
+    return recipe.peak_rate * (FINAL_RATE + (1 - FINAL_RATE) * share)
+
+
+def coarse(windows: Windows, step: int) -> Windows:
+    """Return fewer, larger masks: on each axis the hull of up to `step` neighbouring intervals, evenly divided.
+
+    Each window lies in one of them. With `step` 1 these are the windows.
+    """
+    if step < 1:
+        raise InputError(f"`step` must be a whole number of at least 1; got {step}.")
+    if any(windows.wrap) or windows.pairs is not None:
+        raise InputError("`windows` must be rows crossed with columns, without wrapping around, to be made coarser.")
+    return Windows(
+        grid=windows.grid, rows=_hulls(windows.rows, step), columns=_hulls(windows.columns, step), count=windows.count
+    )
+
+
+def _hulls(intervals: tuple[Interval, ...], step: int) -> tuple[Interval, ...]:
+    ordered = np.array(sorted(intervals))
+    groups = np.array_split(ordered, math.ceil(len(ordered) / step))
+    return tuple((int(group[0, 0]), int(group[:, 1].max())) for group in groups)

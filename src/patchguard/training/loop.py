@@ -1,0 +1,180 @@
+"""The training loop: epochs, checkpoints, evaluation on the way, and a stop in time."""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+from patchguard.data.datasets import Dataset
+from patchguard.errors import InputError
+from patchguard.training import checkpoint
+from patchguard.training.curriculum import rate, shares, stage_at
+from patchguard.training.evaluate import evaluate
+from patchguard.training.trainer import TIMED_STEPS, Trainer
+
+logger = logging.getLogger(__name__)
+
+EVALUATIONS = 10  # on the way, in the whole run
+EVALUATED = 1000  # images of each
+Report = Callable[[dict[str, Any]], None]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How long a run may take, in seconds of the monotonic clock.
+
+    `started` is when the clock began. `stop` is when this call must end: training then stops after an epoch, with a
+    checkpoint. `plan` is the time that the whole schedule should fill, over one or several calls. `certified` is the
+    number of images to be certified after the last epoch, which `plan` and `stop` leave time for.
+    """
+
+    started: float
+    stop: float = math.inf
+    plan: float = math.inf
+    certified: int = 0
+    checkpoint_every: float = 60.0
+
+
+def planned_epochs(trainer: Trainer, held_out: Dataset | None, budget: Budget) -> int:
+    """Return how many epochs fit `budget.plan`, by timing some steps of every stage and one evaluation."""
+    if not math.isfinite(budget.plan):
+        raise InputError("`epochs` can only be chosen for a given time. Give `minutes`, or a number of epochs.")
+    per_epoch = trainer.steps * sum(
+        share * trainer.trial(stage, TIMED_STEPS) for stage, share in shares(trainer.recipe)
+    )
+    per_image = certifying_seconds(trainer, held_out)
+    on_the_way = EVALUATIONS * EVALUATED * per_image if held_out is not None else 0.0
+    elapsed = time.monotonic() - budget.started
+    left = budget.plan - elapsed - on_the_way - reserve(per_image, budget)
+    # Writing checkpoints and reading metrics costs a little besides the steps.
+    epochs = max(1, math.floor(left / (1.02 * per_epoch)))
+    logger.info(
+        "planned %d epochs: %.2f s each, %.1f s until now, %.1f ms per certified image",
+        epochs,
+        per_epoch,
+        elapsed,
+        1000 * per_image,
+    )
+    return epochs
+
+
+def certifying_seconds(trainer: Trainer, held_out: Dataset | None) -> float:
+    """Return the time to certify one image; the network is traced before the clock starts."""
+    sample = (held_out or Dataset(trainer.images, trainer.targets, trainer.guard.class_names)).subset(slice(0, 500))
+    evaluate(trainer.guard, sample.subset(slice(0, 8)), trainer.recipe.patch)
+    start = time.monotonic()
+    evaluate(trainer.guard, sample, trainer.recipe.patch)
+    return (time.monotonic() - start) / len(sample)
+
+
+def reserve(per_image: float, budget: Budget) -> float:
+    """Return the seconds to leave for what comes after training.
+
+    Fresh weights, on which `per_image` was measured, leave a certificate fewer rivals to compare than trained ones.
+    """
+    return 8.0 + 3 * per_image * budget.certified
+
+
+def run(
+    trainer: Trainer,
+    out: Path,
+    *,
+    epochs: int | None,
+    budget: Budget,
+    held_out: Dataset | None = None,
+    report: Report = lambda record: None,
+) -> bool:
+    """Train, from the latest checkpoint in `out` if there is one; return whether the last epoch was reached.
+
+    `epochs=None` chooses their number once, by `planned_epochs`; a continued run keeps it.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    held_out = None if held_out is None else on_device(held_out, trainer)
+    start, planned = resume(trainer, out)
+    if planned is None:
+        planned = planned_epochs(trainer, held_out, budget) if epochs is None else epochs
+    every = max(1, planned // EVALUATIONS)
+    saved = time.monotonic()
+    keep_log(out, start)
+    slowest = 0.0
+    for number in range(start, planned):
+        begun = time.monotonic()
+        record: dict[str, Any] = {
+            "epoch": number + 1,
+            "epochs": planned,
+            "mask_step": stage_at(trainer.recipe, number / planned).mask_step,
+            "rate": rate(trainer.recipe, number / planned),
+            **trainer.epoch(number, planned),
+        }
+        seconds = time.monotonic() - begun
+        record["images_per_second"] = trainer.steps * trainer.recipe.batch_size / seconds
+        if held_out is not None and (number + 1) % every == 0 and number + 1 < planned:
+            some = evaluate(trainer.guard, held_out.subset(slice(0, EVALUATED)), trainer.recipe.patch)
+            record["held_out"] = some.to_json()
+        now = time.monotonic()
+        record |= {"seconds": now - begun, "elapsed": now - budget.started, "left": (planned - number - 1) * seconds}
+        with (out / "log.jsonl").open("a") as log:
+            log.write(json.dumps(record) + "\n")
+        report(record)
+        slowest = max(slowest, now - begun)
+        late = now + slowest > budget.started + budget.stop
+        if number + 1 == planned or late or now - saved >= budget.checkpoint_every:
+            save(trainer, out, number + 1, planned)
+            saved = time.monotonic()
+        if late and number + 1 < planned:
+            return False
+    return True
+
+
+def on_device(data: Dataset, trainer: Trainer) -> Dataset:
+    """Return the images on the trainer's device, as bytes."""
+    return replace(data, images=data.images.to(trainer.device), targets=data.targets.to(trainer.device))
+
+
+def save(trainer: Trainer, out: Path, epoch: int, epochs: int) -> None:
+    """Write a checkpoint after `epoch` of `epochs` epochs."""
+    tensors = trainer.state()
+    state = {
+        "epoch": epoch,
+        "epochs": epochs,
+        "steps_done": trainer.steps_done,
+        "recipe": trainer.recipe.to_json(),
+        "tensors": sorted(tensors),
+    }
+    checkpoint.save(out, epoch, tensors, state)
+
+
+def resume(trainer: Trainer, out: Path) -> tuple[int, int | None]:
+    """Restore the latest checkpoint in `out`; return the epochs that are done and planned, (0, None) without one."""
+    found = checkpoint.load(out)
+    if found is None:
+        return 0, None
+    tensors, state = found
+    if state["recipe"] != trainer.recipe.to_json():
+        changed = [key for key, value in trainer.recipe.to_json().items() if state["recipe"].get(key) != value]
+        raise InputError(
+            f"{out} holds a run with other settings ({', '.join(changed)}). Use another folder, or the same settings."
+        )
+    trainer.restore(tensors, state["steps_done"])
+    logger.info("going on after epoch %d of %d", state["epoch"], state["epochs"])
+    return state["epoch"], state["epochs"]
+
+
+def keep_log(out: Path, epochs: int) -> None:
+    """Drop what a stopped run logged after its last checkpoint, and a line that it did not finish."""
+    path = out / "log.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    kept = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        if record["epoch"] <= epochs:
+            kept.append(line)
+    path.write_text("".join(kept))

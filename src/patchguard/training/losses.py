@@ -1,0 +1,228 @@
+r"""Losses on the evidence map of a batch: plain, and at the place where a certificate is weakest.
+
+Symbols.  e_k(i) is the evidence of class k in cell i: local logits, clipped from below where the defense clips them,
+          not rounded. y is the target, w, v, m are masks (boxes of cells), and S_k(A) = sum over i in A of e_k(i).
+          CE(s) = -log softmax(s)_y, averaged over the batch.
+
+Which mask is the worst is chosen without a gradient; the gradient then flows through the sums at that choice. A sum
+over visible cells is divided by their number, so that all losses share the scale of the mean evidence. Everything is
+float32, whatever the precision of the network, and nothing waits for the device.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from patchguard.errors import InputError, nearest
+from patchguard.windows import Windows
+
+Map: TypeAlias = Float[Tensor, "batch classes rows columns"]
+Targets: TypeAlias = Int64[Tensor, " batch"]
+Boxes: TypeAlias = Int64[Tensor, "masks 4"]
+Scalar: TypeAlias = Float[Tensor, ""]
+Loss: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+
+ELEMENTS = 2**27  # sums held at once while pairs are compared: half a gigabyte
+
+
+def boxes_of(masks: Windows, device: torch.device | None = None) -> Boxes:
+    """Return masks as rows (row start, row stop, column start, column stop)."""
+    if any(masks.wrap) or masks.count != 1:
+        raise InputError("`masks` of a loss must be single boxes on a grid that does not wrap around.")
+    return torch.from_numpy(masks.boxes).to(device)
+
+
+# -- the losses --------------------------------------------------------------------------------------------------------
+
+
+def plain(evidence: Map, target: Targets, boxes: Boxes, smoothing: float = 0.0) -> Scalar:
+    """Cross-entropy of the mean evidence: CE(S(all cells) / number of cells). `boxes` plays no part."""
+    return F.cross_entropy(evidence.float().mean((2, 3)), target, label_smoothing=smoothing)
+
+
+def double_masking(evidence: Map, target: Targets, boxes: Boxes, smoothing: float = 0.0) -> Scalar:
+    r"""Cross-entropy at the pair of masks with the smallest margin.
+
+        (m, m') = argmin over pairs, m = m' included, of  min over k != y of  (S_y - S_k)(outside m and m')
+        loss    = CE( S(outside m and m') / number of cells outside )
+
+    That smallest margin over all masks is, where positive, the margin of `DoubleMasking.certify`.
+    """
+    pair = worst_pair(evidence, target, boxes)
+    return F.cross_entropy(mean_outside(evidence, pair), target, label_smoothing=smoothing)
+
+
+def provable(evidence: Map, target: Targets, boxes: Boxes, smoothing: float = 0.0) -> Scalar:
+    """Provable adversarial training: hide, from every class, the window that says most for the target.
+
+        w = argmax over masks of S_y(w),    loss = CE( S(outside w) / number of cells outside )
+
+    The evidence should be clipped at 0, as the paper does.
+    """
+    window = strongest_window(evidence, target, boxes)
+    return F.cross_entropy(mean_outside(evidence, window.unsqueeze(1)), target, label_smoothing=smoothing)
+
+
+def robust_masking(evidence: Map, target: Targets, boxes: Boxes, smoothing: float = 0.0) -> Scalar:
+    r"""Cross-entropy at the exact worst window of Algorithm 2 (threshold 0), on evidence of at least 0.
+
+    v(w) = argmax over masks v of  S_y(v outside w)              the mask that the defense then puts on y
+    LB(w) = S_y(outside w and v(w)),    UB_k(w) = S_k(outside w)
+    w    = argmin over masks of  LB(w) - max over k != y of UB_k(w)
+    loss = CE( s / number of cells outside w )    with  s_y = LB(w), s_k = UB_k(w)
+    """
+    window, hidden = worst_window(evidence, target, boxes)
+    values = evidence.float()
+    seen = outside(window.unsqueeze(1), values)
+    upper = (values * seen).sum((2, 3))
+    lower = (values * outside(torch.stack([window, hidden], 1), values)).sum((2, 3))
+    own = F.one_hot(target, evidence.shape[1]).bool()
+    scores = torch.where(own, lower, upper) / seen.sum((2, 3)).clamp(min=1)
+    return F.cross_entropy(scores, target, label_smoothing=smoothing)
+
+
+LOSSES: dict[str, Loss] = {
+    "plain": plain,
+    "double_masking": double_masking,
+    "provable": provable,
+    "robust_masking": robust_masking,
+}
+
+
+def mixed(
+    weights: Mapping[str, float],
+    local_logits: Map,
+    target: Targets,
+    boxes: Boxes,
+    *,
+    low: float | None,
+    smoothing: float,
+) -> Scalar:
+    """Return the weighted sum of losses on local logits clipped from below at `low` (None: signed)."""
+    evidence = local_logits.float()
+    if low is not None:
+        evidence = evidence.clamp(min=low)
+    total = evidence.new_zeros(())
+    for name, weight in weights.items():
+        total = total + weight * LOSSES[name](evidence, target, boxes, smoothing)
+    return total
+
+
+def check_weights(weights: Mapping[str, float]) -> None:
+    """Raise unless every entry names a loss and no weight is negative."""
+    for name, weight in weights.items():
+        if name not in LOSSES:
+            raise InputError(f"`weights` must name known losses; got {name!r}. {nearest(name, list(LOSSES))}")
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
+            raise InputError(f"the weight of {name} must be a number of at least 0; got {weight!r}.")
+    if not sum(weights.values()) > 0:
+        raise InputError(f"`weights` must give some loss a weight above 0; got {dict(weights)}.")
+
+
+# -- the worst place ---------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def worst_pair(evidence: Map, target: Targets, boxes: Boxes) -> Int64[Tensor, "batch 2 4"]:
+    """Return, per image, the two masks outside which the target's lead over its best rival is smallest."""
+    table = integral(evidence)
+    whole, single = table[-1], over(table, boxes, evidence.shape[3])  # classes, batch; masks, classes, batch
+    first, second = torch.triu_indices(len(boxes), len(boxes), device=boxes.device)
+    at_once = max(1, ELEMENTS // whole.numel())
+    smallest = torch.full_like(whole[0], torch.inf)
+    found = torch.zeros_like(target)
+    for start in range(0, len(first), at_once):
+        one, two = first[start : start + at_once], second[start : start + at_once]
+        shared = over(table, intersection(boxes[one], boxes[two]), evidence.shape[3])
+        lead, place = margin(whole - single[one] - single[two] + shared, target).min(0)
+        found = torch.where(lead < smallest, start + place, found)
+        smallest = torch.minimum(smallest, lead)
+    return torch.stack([boxes[first[found]], boxes[second[found]]], 1)
+
+
+@torch.no_grad()
+def strongest_window(evidence: Map, target: Targets, boxes: Boxes) -> Int64[Tensor, "batch 4"]:
+    """Return, per image, the mask that holds most evidence for the target."""
+    own = evidence.gather(1, target.view(-1, 1, 1, 1).expand(-1, 1, *evidence.shape[2:]))
+    return boxes[over(integral(own), boxes, evidence.shape[3]).squeeze(1).argmax(0)]
+
+
+@torch.no_grad()
+def worst_window(
+    evidence: Map, target: Targets, boxes: Boxes
+) -> tuple[Int64[Tensor, "batch 4"], Int64[Tensor, "batch 4"]]:
+    """Return, per image, the window w that lowers the masked lead of the target most, and the mask v(w)."""
+    table = integral(evidence)
+    whole, single = table[-1], over(table, boxes, evidence.shape[3])  # classes, batch; masks, classes, batch
+    own = table.gather(1, target.view(1, 1, -1).expand(len(table), 1, -1))
+    mine = over(own, boxes, evidence.shape[3]).squeeze(1)  # masks, batch
+    hidden: list[Tensor] = []  # per window: how much the heaviest mask holds outside it, and which mask that is
+    masks: list[Tensor] = []
+    at_once = max(1, ELEMENTS // mine.numel())
+    for some in torch.split(boxes, at_once):
+        pairs = intersection(some.unsqueeze(1), boxes.unsqueeze(0)).flatten(0, 1)
+        shared = over(own, pairs, evidence.shape[3]).view(len(some), len(boxes), -1)
+        most, which = (mine - shared).max(1)
+        hidden.append(most)
+        masks.append(which)
+    lead = margin(whole - single, target) - torch.cat(hidden)
+    window = lead.argmin(0)
+    mask = torch.cat(masks).gather(0, window.unsqueeze(0)).squeeze(0)
+    return boxes[window], boxes[mask]
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+def integral(evidence: Map) -> Float[Tensor, "corners classes batch"]:
+    """Return the sums over all boxes that start at cell (0, 0), by their corner, row by row.
+
+    Corners come first and the batch last: boxes are then gathered as whole contiguous rows.
+    """
+    sums = evidence.float().permute(2, 3, 1, 0).contiguous().cumsum(0).cumsum(1)
+    return F.pad(sums, (0, 0, 0, 0, 1, 0, 1, 0)).flatten(0, 1)
+
+
+def over(
+    table: Float[Tensor, "corners classes batch"], boxes: Int64[Tensor, "boxes 4"], columns: int
+) -> Float[Tensor, "boxes classes batch"]:
+    """Return the sum over each box."""
+    top, bottom, left, right = boxes.unbind(1)
+    stride = columns + 1
+    below = table.index_select(0, bottom * stride + right) - table.index_select(0, bottom * stride + left)
+    above = table.index_select(0, top * stride + right) - table.index_select(0, top * stride + left)
+    return below - above
+
+
+def intersection(one: Int64[Tensor, "*#pairs 4"], two: Int64[Tensor, "*#pairs 4"]) -> Int64[Tensor, "*pairs 4"]:
+    """Return what two boxes have in common; where that is nothing, a box without area."""
+    start = torch.maximum(one[..., 0::2], two[..., 0::2])
+    stop = torch.maximum(torch.minimum(one[..., 1::2], two[..., 1::2]), start)
+    return torch.stack([start, stop], -1).flatten(-2)
+
+
+def margin(
+    sums: Float[Tensor, "places classes batch"], target: Int64[Tensor, " batch"]
+) -> Float[Tensor, "places batch"]:
+    """Return the lead of the target over its best rival."""
+    own = target.view(1, 1, -1).expand(len(sums), 1, -1)
+    return sums.gather(1, own).squeeze(1) - sums.scatter(1, own, -torch.inf).amax(1)
+
+
+def outside(boxes: Int64[Tensor, "batch some 4"], like: Map) -> Bool[Tensor, "batch 1 rows columns"]:
+    """Return which cells lie outside all boxes of their image."""
+    row, column = (torch.arange(size, device=like.device) for size in like.shape[2:])
+    top, bottom, left, right = boxes.unsqueeze(-1).unbind(2)  # each: batch, some, 1
+    in_rows, in_columns = (row >= top) & (row < bottom), (column >= left) & (column < right)
+    inside = (in_rows.unsqueeze(3) & in_columns.unsqueeze(2)).any(1, keepdim=True)
+    return ~inside
+
+
+def mean_outside(evidence: Map, boxes: Int64[Tensor, "batch some 4"]) -> Float[Tensor, "batch classes"]:
+    """Return the mean evidence of the cells outside all boxes of each image."""
+    seen = outside(boxes, evidence)
+    return (evidence.float() * seen).sum((2, 3)) / seen.sum((2, 3)).clamp(min=1)

@@ -1,0 +1,217 @@
+"""`Recipe`: every number of a training run. A recipe is a function here that returns one."""
+
+import json
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, final
+
+from patchguard.data.preprocess import Preprocess
+from patchguard.defenses import DoubleMasking, RobustMasking
+from patchguard.errors import InputError, nearest
+from patchguard.evidence import Evidence
+from patchguard.guard import Guard
+from patchguard.models import build
+from patchguard.patch import Patch
+from patchguard.training.losses import check_weights
+from patchguard.windows import Windows
+
+_DEFENSES: dict[str, type[DoubleMasking] | type[RobustMasking]] = {
+    "DoubleMasking": DoubleMasking,
+    "RobustMasking": RobustMasking,
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Data, network, defense, loss, optimiser and augmentation of one training run.
+
+    Shares (`plain_share`, `warm_up`, the starts of `mask_steps`) are parts of all epochs, so that a recipe keeps its
+    shape when `epochs` changes. `mask_steps` lists (start, step): from `start` on, losses search the worst place among
+    masks that each hold `step` x `step` neighbouring windows of the patch; 1 is every window. The first `plain_share`
+    of training uses the plain loss alone. `ema` is the decay per step of the weight average that is evaluated and
+    saved; 0 takes the last weights. `held_out` training images choose settings and checkpoints; 0 learns from all.
+    """
+
+    name: str
+    dataset: str = "cifar10"
+    model: str = "srf"
+    model_settings: Mapping[str, Any] = field(default_factory=dict)
+    defense: str = "DoubleMasking"
+    low: float | None = None
+    patch: Patch = field(default_factory=lambda: Patch(5))
+    other_patches: tuple[int, ...] = (2, 8)
+    weights: Mapping[str, float] = field(default_factory=lambda: {"plain": 1.0})
+    plain_share: float = 0.2
+    mask_steps: tuple[tuple[float, int], ...] = ((0.0, 4),)
+    epochs: int = 60
+    batch_size: int = 512
+    optimizer: str = "sgd"
+    schedule: str = "one_cycle"
+    peak_rate: float = 0.3
+    warm_up: float = 0.15
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    label_smoothing: float = 0.0
+    ema: float = 0.998
+    clip_norm: float | None = 5.0
+    pad: int = 4
+    flip: bool = True
+    cutout: int = 0
+    held_out: int = 5000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_weights(self.weights)
+        if self.defense not in _DEFENSES:
+            raise InputError(f"`defense` must be one of {', '.join(_DEFENSES)}; got {self.defense!r}.")
+        _one_of(self, "optimizer", ("sgd", "adamw"))
+        _one_of(self, "schedule", ("one_cycle", "step"))
+        for name in ("epochs", "batch_size"):
+            _number(self, name, least=1, whole=True)
+        for name in ("pad", "cutout", "held_out", "seed"):
+            _number(self, name, least=0, whole=True)
+        for name in ("peak_rate", "weight_decay"):
+            _number(self, name, least=0)
+        for name in ("plain_share", "warm_up", "momentum", "label_smoothing", "ema"):
+            _number(self, name, least=0, most=1.0)
+        if self.momentum >= 1 or self.ema >= 1 or self.warm_up >= 1:
+            raise InputError("`momentum`, `ema` and `warm_up` must lie below 1.")
+        if self.clip_norm is not None:
+            _number(self, "clip_norm", least=0)
+            if self.clip_norm == 0:
+                raise InputError("`clip_norm` must be above 0, or null for no clipping; got 0.")
+        self._check_mask_steps()
+
+    def _check_mask_steps(self) -> None:
+        wanted = "`mask_steps` must be pairs (start, step) such as [[0, 4], [0.6, 2]]"
+        starts = [start for start, _ in self.mask_steps]
+        if not starts or starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= 1:
+            raise InputError(f"{wanted}, with starts that rise from 0 and stay below 1; got {self.mask_steps}.")
+        if min(step for _, step in self.mask_steps) < 1:
+            raise InputError(f"{wanted}, with steps of at least 1; got {self.mask_steps}.")
+
+    def guard(self, size: tuple[int, int], class_names: tuple[str, ...]) -> Guard[Any]:
+        """Return the Guard to train: fresh weights, and masks that fit `patch` in source images of `size`."""
+        model = build(self.model, classes=len(class_names), **self.model_settings)
+        anything = Windows.sliding(grid=(1, 1), size=(1, 1))
+        evidence = Evidence(kind="logits", low=self.low)
+        guard = Guard(Preprocess(), model, evidence, _DEFENSES[self.defense](masks=anything), class_names)
+        return guard.for_patch(self.patch, *size)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return every setting as JSON values."""
+        settings: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return settings
+
+    def changed(self, assignments: Mapping[str, Any]) -> "Recipe":
+        """Return the recipe with other settings; `weights.plain` names one entry of a mapping.
+
+        >>> cifar10().changed({"epochs": 3, "weights.plain": 0.5}).weights["plain"]
+        0.5
+        """
+        settings = {each.name: getattr(self, each.name) for each in fields(self)}
+        for key, value in assignments.items():
+            name, _, entry = key.partition(".")
+            if name not in settings or (entry and not isinstance(settings[name], Mapping)):
+                raise InputError(f"a recipe has no setting {key!r}. {nearest(name, list(settings))}")
+            whole = {**settings[name], entry: value} if entry else value
+            settings[name] = _converted(name, whole, settings[name])
+        return replace(self, **settings)
+
+
+def _converted(name: str, value: Any, current: Any) -> Any:
+    """Return a JSON value in the type that the setting has; refuse one of another kind."""
+    try:
+        if name == "patch" and not isinstance(value, Patch):
+            return Patch(*value) if isinstance(value, (list, tuple)) else Patch(value)
+        if name == "mask_steps":
+            return tuple((float(start), operator.index(step)) for start, step in value)
+        if name == "other_patches":
+            return tuple(operator.index(side) for side in value)
+        if name == "weights":
+            return {loss: float(weight) for loss, weight in value.items()}
+        if value is None and name in ("low", "clip_norm"):
+            return None
+        if name in ("low", "clip_norm") or isinstance(current, float):
+            return float(value)
+        if isinstance(value, type(current)) and isinstance(value, bool) == isinstance(current, bool):
+            return value
+    except (TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, InputError):
+            raise
+    raise InputError(f"`{name}` must be a value like {_shown(current)}; got {_shown(value)}.")
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, Patch) else json.dumps(value)
+
+
+def _one_of(recipe: Recipe, name: str, known: tuple[str, ...]) -> None:
+    value = getattr(recipe, name)
+    if value not in known:
+        raise InputError(f"`{name}` must be one of {', '.join(known)}; got {value!r}.")
+
+
+def _number(recipe: Recipe, name: str, *, least: int, most: float = float("inf"), whole: bool = False) -> None:
+    value = getattr(recipe, name)
+    kinds = (int,) if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
+        limit = f"from {least} to {most}" if most < float("inf") else f"of at least {least}"
+        raise InputError(f"`{name}` must be a {'whole ' if whole else ''}number {limit}; got {value!r}.")
+
+
+# -- recipes -----------------------------------------------------------------------------------------------------------
+
+
+def cifar10() -> Recipe:
+    """The default model: double masking of signed logits, trained at its own worst pair of masks."""
+    return Recipe(
+        name="cifar10",
+        # Multiples of 64 channels fill the tiles of a GPU's matrix units; 5.2 million parameters.
+        model_settings={"field": 7, "widths": [192, 384, 384, 768, 768, 768]},
+        weights={"double_masking": 0.7, "plain": 0.3},
+        mask_steps=((0.0, 4), (0.6, 2)),
+        epochs=75,
+    )
+
+
+def cifar10_mask_srf() -> Recipe:
+    """Robust masking of logits clipped at 0, trained at the exact worst window of its certificate."""
+    return Recipe(
+        name="cifar10_mask_srf",
+        model_settings={"field": 7, "widths": [192, 384, 384, 768, 768, 768]},
+        defense="RobustMasking",
+        low=0.0,
+        weights={"robust_masking": 0.7, "plain": 0.3},
+        mask_steps=((0.0, 4), (0.6, 2)),
+        epochs=75,
+    )
+
+
+def tiny() -> Recipe:
+    """A thin network and small batches: seconds on a CPU, for tests and first steps."""
+    return Recipe(
+        name="tiny",
+        model_settings={"field": 5, "widths": [12, 16]},
+        patch=Patch(3),
+        other_patches=(),
+        weights={"double_masking": 0.5, "plain": 0.5},
+        mask_steps=((0.0, 8), (0.6, 4)),
+        epochs=3,
+        batch_size=64,
+        peak_rate=0.2,
+        ema=0.9,
+        held_out=200,
+    )
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {recipe.__name__: recipe for recipe in (cifar10, cifar10_mask_srf, tiny)}
+
+
+def named(name: str) -> Recipe:
+    """Return the recipe of this name."""
+    if name not in RECIPES:
+        raise InputError(f"`recipe` must be a known name; got {name!r}. {nearest(name, list(RECIPES))}")
+    return RECIPES[name]()

@@ -1,0 +1,206 @@
+"""`Trainer`: network, weight average, optimiser and data on one device, and the step that joins them."""
+
+import copy
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any, final
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+
+from patchguard.data.datasets import Dataset
+from patchguard.errors import InputError
+from patchguard.runtime import derived_seed
+from patchguard.training import losses
+from patchguard.training.augment import augmented
+from patchguard.training.curriculum import Stage, coarse, rate, stage_at, stages
+from patchguard.training.recipe import Recipe
+
+logger = logging.getLogger(__name__)
+
+_INITIAL, _EPOCH, _TRIAL = 0, 1, 2  # what a seed derived from the recipe's is for
+WARM_UP_STEPS, TIMED_STEPS = 3, 8
+
+
+@final
+class Trainer:
+    """Everything that changes while a network learns, and what does not: the recipe and the images.
+
+    `model` learns; `guard.model` is its running average, which is evaluated and saved. `compile_mode` is a mode of
+    torch.compile, or None; where compiling fails, training goes on without it.
+    """
+
+    def __init__(self, recipe: Recipe, data: Dataset, *, device: torch.device, compile_mode: str | None = None) -> None:
+        if len(data) < recipe.batch_size:
+            raise InputError(
+                f"`batch_size` must be at most the {len(data)} images to learn from; got {recipe.batch_size}."
+            )
+        self.recipe, self.device = recipe, device
+        self.images, self.targets = data.images.to(device), data.targets.to(device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derived_seed(recipe.seed, _INITIAL))
+            self.guard = recipe.guard(data.size, data.class_names)
+        # Masks first: tracing a network is easiest on the CPU, where it was built.
+        windows = self.guard.windows(recipe.patch, *data.size)
+        self.boxes = {
+            stage.mask_step: losses.boxes_of(coarse(windows, stage.mask_step or 1), device) for stage in stages(recipe)
+        }
+        self.guard.model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.guard.model.eval().requires_grad_(False)
+        self.model = copy.deepcopy(self.guard.model).train().requires_grad_(True)
+        self.forward: Any = self.model
+        self.optimizer = self._optimizer()
+        self.steps_done = 0
+        if compile_mode is not None:
+            self._compile(compile_mode)
+
+    # -- learning ------------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Steps of one epoch; images that do not fill a batch wait for another epoch's draw."""
+        return len(self.targets) // self.recipe.batch_size
+
+    def epoch(self, number: int, epochs: int) -> dict[str, float]:
+        """Learn from every image once, as epoch `number` of `epochs`; return the mean loss and accuracy."""
+        generator = self._generator(_EPOCH, number)
+        order = torch.randperm(len(self.targets), generator=generator, device=self.device)
+        stage = stage_at(self.recipe, number / epochs)
+        totals = torch.zeros(2, device=self.device)
+        for step in range(self.steps):
+            chosen = order[step * self.recipe.batch_size : (step + 1) * self.recipe.batch_size]
+            progress = (number + step / self.steps) / epochs
+            totals += self.step(chosen, stage, rate(self.recipe, progress), generator)
+        loss, right = (totals / self.steps).tolist()
+        if not abs(loss) < float("inf"):
+            raise InputError(f"the loss of epoch {number + 1} is {loss}. Lower `peak_rate` or `clip_norm`.")
+        return {"loss": loss, "train_accuracy": right}
+
+    def step(
+        self, chosen: Int64[Tensor, " batch"], stage: Stage, learning_rate: float, generator: torch.Generator
+    ) -> Float[Tensor, "2"]:
+        """Take one step; return loss and accuracy of the batch without waiting for the device."""
+        recipe = self.recipe
+        target = self.targets[chosen]
+        images = augmented(self.images[chosen], generator, pad=recipe.pad, flip=recipe.flip, cutout=recipe.cutout)
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
+            local_logits = self.forward(images)
+        weights = {"plain": 1.0} if stage.mask_step is None else recipe.weights
+        boxes = self.boxes[stage.mask_step]
+        loss = losses.mixed(weights, local_logits, target, boxes, low=recipe.low, smoothing=recipe.label_smoothing)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if recipe.clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), recipe.clip_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.steps_done += 1
+        self._average()
+        with torch.no_grad():
+            right = (local_logits.float().mean((2, 3)).argmax(1) == target).float().mean()
+            return torch.stack([loss.detach(), right])
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        # Early averages must forget the random start soon.
+        decay = min(self.recipe.ema, (1 + self.steps_done) / (10 + self.steps_done)) if self.recipe.ema else 0.0
+        pairs = [(a, b) for a, b in self._tensors() if a.is_floating_point()]
+        torch._foreach_lerp_([a for a, _ in pairs], [b for _, b in pairs], 1 - decay)
+
+    def _tensors(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each tensor of the average beside that of the learning network."""
+        for parts in ("parameters", "buffers"):
+            yield from zip(getattr(self.guard.model, parts)(), getattr(self.model, parts)(), strict=True)
+
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """Decay matrices and kernels; scales and shifts of normalisation and biases only follow the data."""
+        recipe = self.recipe
+        parameters = list(self.model.parameters())
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": recipe.weight_decay},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        fused = self.device.type == "cuda"
+        if recipe.optimizer == "adamw":
+            return torch.optim.AdamW(groups, lr=recipe.peak_rate, fused=fused)
+        return torch.optim.SGD(
+            groups, lr=recipe.peak_rate, momentum=recipe.momentum, nesterov=recipe.momentum > 0, fused=fused
+        )
+
+    def _generator(self, purpose: int, number: int) -> torch.Generator:
+        seed = derived_seed(self.recipe.seed, purpose, number)
+        return torch.Generator(self.device).manual_seed(seed)
+
+    # -- speed ---------------------------------------------------------------------------------------------------------
+
+    def _compile(self, mode: str) -> None:
+        self.forward = torch.compile(self.model, mode=mode)
+        try:
+            self.trial(stages(self.recipe)[0], steps=1)
+        except Exception as error:
+            if self.forward is self.model:
+                raise
+            logger.warning("training goes on without torch.compile, which failed: %s", str(error).strip()[:500])
+            self.forward = self.model
+            self.trial(stages(self.recipe)[0], steps=1)
+
+    def trial(self, stage: Stage, steps: int) -> float:
+        """Return the seconds that one step of `stage` takes; all that was learned meanwhile is forgotten."""
+        before = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        averaged = {name: tensor.clone() for name, tensor in self.guard.model.state_dict().items()}
+        done, optimizer = self.steps_done, self.optimizer
+        self.optimizer = self._optimizer()
+        generator = self._generator(_TRIAL, 0)
+        chosen = torch.arange(self.recipe.batch_size, device=self.device)
+        try:
+            start = time.monotonic()
+            for step in range(WARM_UP_STEPS + steps):
+                if step == WARM_UP_STEPS:
+                    self._wait()
+                    start = time.monotonic()
+                self.step(chosen, stage, 0.0, generator)
+            self._wait()
+            return (time.monotonic() - start) / steps
+        finally:
+            self.model.load_state_dict(before)
+            self.guard.model.load_state_dict(averaged)
+            self.steps_done, self.optimizer = done, optimizer
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """Return every tensor that the next step depends on."""
+        tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
+        tensors |= {f"averaged.{name}": tensor for name, tensor in self.guard.model.state_dict().items()}
+        for number, entries in self.optimizer.state_dict()["state"].items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer.{number}.{key}"] = value
+        return tensors
+
+    def restore(self, tensors: dict[str, Tensor], steps_done: int) -> None:
+        """Go back to what `state` returned after `steps_done` steps."""
+        self.model.load_state_dict(_below("model.", tensors))
+        self.guard.model.load_state_dict(_below("averaged.", tensors))
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        entries: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in _below("optimizer.", tensors).items():
+            number, key = name.split(".", 1)
+            like = parameters[int(number)]
+            # In the layout of its parameter, which fused optimisers need.
+            placed = torch.empty_like(like).copy_(tensor) if tensor.shape == like.shape else tensor
+            entries.setdefault(int(number), {})[key] = placed
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": entries, "param_groups": groups})
+        self.steps_done = steps_done
+
+
+def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -1,0 +1,189 @@
+"""The loop on pictures that a thin network learns in seconds: it learns, stops, goes on, and saves."""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from patchguard import zoo
+from patchguard.data.datasets import Dataset, Splits, hold_out
+from patchguard.errors import InputError
+from patchguard.patch import Patch
+from patchguard.training import checkpoint, loop, run
+from patchguard.training.curriculum import stages
+from patchguard.training.evaluate import evaluate
+from patchguard.training.recipe import Recipe, tiny
+from patchguard.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def stripes(count: int, seed: int = 0) -> Dataset:
+    """Class 0 has horizontal stripes, class 1 vertical ones, class 2 neither; much noise."""
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(3, (count,), generator=generator)
+    rows = (torch.arange(16) % 2).float().view(1, 16, 1)
+    patterns = torch.stack([rows.expand(3, 16, 16), rows.mT.expand(3, 16, 16), torch.full((3, 16, 16), 0.5)])
+    noise = torch.rand(count, 3, 16, 16, generator=generator)
+    images = (255 * (0.3 * patterns[targets] + 0.7 * noise)).to(torch.uint8)
+    return Dataset(images, targets, ("lying", "standing", "none"))
+
+
+def recipe(**changes: object) -> Recipe:
+    settings = {"batch_size": 32, "held_out": 60, "patch": Patch(2), "model_settings": {"field": 5, "widths": [8, 8]}}
+    return tiny().changed({**settings, "pad": 1, **changes})
+
+
+def budget(**limits: float) -> loop.Budget:
+    return loop.Budget(started=time.monotonic(), checkpoint_every=0.0, **limits)
+
+
+def states_equal(one: Trainer, two: Trainer) -> bool:
+    mine, theirs = one.state(), two.state()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_network_learns_and_its_guard_certifies(tmp_path: Path) -> None:
+    learned, held_out = hold_out(stripes(380), 60)
+    trainer = Trainer(recipe(), learned, device=CPU)
+    before = evaluate(trainer.guard, held_out, Patch(2))
+    assert loop.run(trainer, tmp_path, epochs=4, budget=budget(), held_out=held_out)
+    after = evaluate(trainer.guard, held_out, Patch(2))
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [record["epoch"] for record in log] == [1, 2, 3, 4]
+    assert log[-1]["loss"] < log[0]["loss"]
+    assert after.clean > max(before.clean, 0.8)
+    assert after.certified > 0.5
+    assert log[2]["held_out"]["count"] == 60
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_stopped_run_goes_on_bit_by_bit_like_one_that_was_not(tmp_path: Path, optimizer: str) -> None:
+    settings = recipe(optimizer=optimizer, peak_rate=0.01)
+    whole, first, second = (Trainer(settings, stripes(100), device=CPU) for _ in range(3))
+    assert loop.run(whole, tmp_path / "whole", epochs=4, budget=budget())
+    assert not loop.run(first, tmp_path / "parts", epochs=4, budget=budget(stop=0.0))
+    with (tmp_path / "parts" / "log.jsonl").open("a") as log:
+        log.write('{"epoch": 2, "lo')
+    assert loop.run(second, tmp_path / "parts", epochs=None, budget=budget())
+    assert states_equal(whole, second)
+    assert not states_equal(first, second)
+    epochs = [json.loads(line)["epoch"] for line in (tmp_path / "parts" / "log.jsonl").read_text().splitlines()]
+    assert epochs == [1, 2, 3, 4]
+
+
+def test_a_run_with_other_settings_is_not_continued(tmp_path: Path) -> None:
+    loop.run(Trainer(recipe(), stripes(64), device=CPU), tmp_path, epochs=1, budget=budget())
+    with pytest.raises(InputError, match="other settings \\(seed\\)"):
+        loop.run(Trainer(recipe(seed=1), stripes(64), device=CPU), tmp_path, epochs=1, budget=budget())
+
+
+def test_a_checkpoint_is_split_into_parts_and_a_missing_part_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "PART", 2000)
+    trainer = Trainer(recipe(), stripes(64), device=CPU)
+    loop.run(trainer, tmp_path, epochs=1, budget=budget())
+    parts = sorted(tmp_path.glob("checkpoint-000001/part-*"))
+    assert len(parts) > 2
+    again = Trainer(recipe(), stripes(64), device=CPU)
+    assert loop.resume(again, tmp_path) == (1, 1)
+    assert states_equal(trainer, again)
+    parts[1].unlink()
+    with pytest.raises(InputError, match="lacks some of its parts"):
+        loop.resume(again, tmp_path)
+    parts[0].write_bytes(b"")
+    with pytest.raises(InputError, match="is damaged"):
+        loop.resume(again, tmp_path)
+
+
+def test_timing_some_steps_forgets_what_they_learned() -> None:
+    trainer, untouched = (Trainer(recipe(), stripes(64), device=CPU) for _ in range(2))
+    for stage in stages(trainer.recipe):
+        assert trainer.trial(stage, 1) > 0
+    assert states_equal(trainer, untouched)
+    assert trainer.steps_done == 0
+
+
+def test_epochs_are_planned_to_fit_the_time() -> None:
+    trainer = Trainer(recipe(), stripes(64), device=CPU)
+    short, long = (loop.planned_epochs(trainer, None, budget(plan=plan)) for plan in (0.0, 1000.0))
+    assert short == 1
+    assert long > 100
+    with pytest.raises(InputError, match="minutes"):
+        loop.planned_epochs(trainer, None, budget(plan=math.inf))
+
+
+def test_the_average_follows_the_weights_and_without_one_equals_them() -> None:
+    data = stripes(96)
+    without = Trainer(recipe(ema=0), data, device=CPU)
+    without.epoch(0, 3)
+    assert all(torch.equal(a, b) for a, b in without._tensors() if a.is_floating_point())
+    averaged = Trainer(recipe(ema=0.9), data, device=CPU)
+    averaged.epoch(0, 3)
+    assert any(not torch.equal(a, b) for a, b in averaged._tensors() if a.is_floating_point())
+
+
+def test_a_batch_larger_than_the_data_is_refused() -> None:
+    with pytest.raises(InputError, match=r"batch_size.*at most the 20 images"):
+        Trainer(recipe(), stripes(20), device=CPU)
+
+
+def test_a_loss_that_is_no_number_stops_the_run() -> None:
+    trainer = Trainer(recipe(), stripes(64), device=CPU)
+    trainer.model.fc.weight.data.fill_(torch.nan)
+    with pytest.raises(InputError, match="the loss of epoch 1 is nan"):
+        trainer.epoch(0, 2)
+
+
+def test_accuracy_counts_the_certificates_of_the_guard() -> None:
+    data = stripes(40)
+    guard = Trainer(recipe(), data, device=CPU).guard
+    certificate = guard.certify(data.images.float() / 255, Patch(2))
+    true = certificate.label == data.targets
+    found = evaluate(guard, data, Patch(2))
+    assert (found.count, found.right) == (40, int(true.sum()))
+    assert found.proved == int((true & certificate.certified).sum())
+    with pytest.raises(InputError, match="at least one image"):
+        evaluate(guard, data.subset(slice(0, 0)), Patch(2))
+
+
+def test_the_command_trains_saves_and_measures_the_saved_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run.datasets, "load", lambda name, root: Splits(stripes(220), stripes(40, seed=9)))
+    arguments = ["--recipe", "tiny", "--data", "here", "--out", str(tmp_path), "--device", "cpu", "--test"]
+    settings = {"batch_size": 32, "held_out": 60, "patch": 2, "model_settings": {"field": 5, "widths": [8, 8]}}
+    for key, value in {**settings, "other_patches": [1]}.items():
+        arguments += ["--set", f"{key}={json.dumps(value)}"]
+    assert run.main([*arguments, "--epochs", "2"]) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == json.loads(capsys.readouterr().out)
+    assert [entry["count"] for entry in summary["test"]] == [40, 40]
+    assert [entry["patch"]["height"] for entry in summary["held_out"]] == [2, 1]
+    guard = zoo.load(tmp_path / "tiny.safetensors")
+    held_out = hold_out(stripes(220), 60)[1]
+    assert evaluate(guard, held_out, Patch(2)).to_json() == summary["held_out"][0]
+    assert zoo.inspect(tmp_path / "tiny.safetensors")["recipe"]["batch_size"] == 32
+    assert guard.class_names == ("lying", "standing", "none")
+
+
+def test_the_command_says_in_one_line_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert run.main(["--recipe", "tiny", *common]) == 1
+    assert capsys.readouterr().err.startswith("error: data_batch_1.bin is not in")
+    assert run.main(["--recipe", "tiny", *common, "--epochs", "some"]) == 1
+    assert "whole number of at least 1, or auto" in capsys.readouterr().err
+    assert run.main(["--recipe", "tiny", *common, "--set", "epochs"]) == 1
+    assert "KEY=VALUE" in capsys.readouterr().err

@@ -1,0 +1,163 @@
+"""Each loss against a literal version that lists every mask and adds up cell by cell."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from patchguard.errors import InputError
+from patchguard.training import losses
+from patchguard.windows import Windows
+
+GRID, CLASSES, BATCH = (6, 7), 4, 5
+MASKS = [Windows.sliding(grid=GRID, size=(2, 3)), Windows(grid=GRID, rows=((0, 4), (2, 6)), columns=((0, 3), (2, 7)))]
+
+
+def drawn(seed: int, low: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    evidence = torch.randn(BATCH, CLASSES, *GRID, generator=generator)
+    target = torch.randint(CLASSES, (BATCH,), generator=generator)
+    evidence[torch.arange(BATCH), target] += 0.3
+    return (evidence if low is None else evidence.clamp(min=low)).requires_grad_(), target
+
+
+def cells(box: tuple[int, ...]) -> set[tuple[int, int]]:
+    top, bottom, left, right = box
+    return set(itertools.product(range(top, bottom), range(left, right)))
+
+
+ALL = cells((0, GRID[0], 0, GRID[1]))
+
+
+def total(evidence: torch.Tensor, some: set[tuple[int, int]]) -> float:
+    return sum(float(evidence[row, column]) for row, column in some)
+
+
+def cross_entropy(scores: list[float], target: int) -> float:
+    return math.log(sum(math.exp(score) for score in scores)) - scores[target]
+
+
+def literal_double_masking(evidence: torch.Tensor, target: int, boxes: list[tuple[int, ...]]) -> float:
+    worst, loss = math.inf, math.nan
+    for one, two in itertools.product(boxes, boxes):
+        seen = ALL - cells(one) - cells(two)
+        scores = [total(each, seen) for each in evidence]
+        lead = scores[target] - max(score for k, score in enumerate(scores) if k != target)
+        if lead < worst:
+            worst, loss = lead, cross_entropy([score / len(seen) for score in scores], target)
+    return loss
+
+
+def literal_provable(evidence: torch.Tensor, target: int, boxes: list[tuple[int, ...]]) -> float:
+    window = max(boxes, key=lambda box: total(evidence[target], cells(box)))
+    seen = ALL - cells(window)
+    return cross_entropy([total(each, seen) / len(seen) for each in evidence], target)
+
+
+def literal_robust_masking(evidence: torch.Tensor, target: int, boxes: list[tuple[int, ...]]) -> float:
+    worst, loss = math.inf, math.nan
+    for window in boxes:
+        seen = ALL - cells(window)
+        scores = [total(each, seen) for each in evidence]
+        scores[target] -= max(total(evidence[target], cells(mask) - cells(window)) for mask in boxes)
+        lead = scores[target] - max(score for k, score in enumerate(scores) if k != target)
+        if lead < worst:
+            worst, loss = lead, cross_entropy([score / len(seen) for score in scores], target)
+    return loss
+
+
+LITERAL = {
+    "double_masking": (literal_double_masking, None),
+    "provable": (literal_provable, 0.0),
+    "robust_masking": (literal_robust_masking, 0.0),
+}
+
+
+@pytest.mark.parametrize("masks", MASKS, ids=["sliding", "uneven"])
+@pytest.mark.parametrize("name", LITERAL)
+def test_a_loss_equals_its_formula_written_out(name: str, masks: Windows) -> None:
+    literal, low = LITERAL[name]
+    evidence, target = drawn(1, low)
+    found = losses.LOSSES[name](evidence, target, losses.boxes_of(masks), 0.0)
+    boxes = [tuple(box) for box in masks.boxes.tolist()]
+    maps = evidence.detach()
+    expected = [literal(image, int(y), boxes) for image, y in zip(maps, target, strict=True)]
+    assert float(found.detach()) == pytest.approx(sum(expected) / BATCH, abs=1e-5)
+
+
+def test_the_plain_loss_is_the_cross_entropy_of_the_mean() -> None:
+    evidence, target = drawn(2)
+    found = losses.plain(evidence, target, losses.boxes_of(MASKS[0]))
+    means = evidence.detach().mean((2, 3)).tolist()
+    expected = [cross_entropy(scores, int(y)) for scores, y in zip(means, target, strict=True)]
+    assert float(found.detach()) == pytest.approx(sum(expected) / BATCH, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["double_masking", "provable"])
+def test_hidden_cells_get_no_gradient_and_visible_ones_do(name: str) -> None:
+    evidence, target = drawn(3)
+    boxes = losses.boxes_of(MASKS[0])
+    losses.LOSSES[name](evidence, target, boxes, 0.0).backward()
+    chosen = (
+        losses.worst_pair(evidence, target, boxes)
+        if name == "double_masking"
+        else losses.strongest_window(evidence, target, boxes).unsqueeze(1)
+    )
+    seen = losses.outside(chosen, evidence).squeeze(1)
+    moved = evidence.grad.abs().sum(1) > 0
+    assert torch.equal(moved, seen)
+
+
+@pytest.mark.parametrize("name", losses.LOSSES)
+def test_the_gradient_is_that_of_the_value(name: str) -> None:
+    evidence, target = drawn(11, 0.0)
+    boxes = losses.boxes_of(MASKS[0])
+    losses.LOSSES[name](evidence, target, boxes, 0.0).backward()
+    direction = torch.randn(evidence.shape, generator=torch.Generator().manual_seed(5))
+    step = 1e-3
+
+    def value(change: float) -> float:
+        return float(losses.LOSSES[name](evidence.detach() + change * direction, target, boxes, 0.0))
+
+    slope = (value(step) - value(-step)) / (2 * step)
+    assert slope == pytest.approx(float((evidence.grad * direction).sum()), abs=2e-3)
+
+
+def test_the_worst_pair_does_not_depend_on_how_many_sums_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    evidence, target = drawn(6)
+    boxes = losses.boxes_of(MASKS[0])
+    pair, windows = losses.worst_pair(evidence, target, boxes), losses.worst_window(evidence, target, boxes)
+    monkeypatch.setattr(losses, "ELEMENTS", 7 * BATCH * CLASSES)
+    assert torch.equal(losses.worst_pair(evidence, target, boxes), pair)
+    assert all(torch.equal(a, b) for a, b in zip(losses.worst_window(evidence, target, boxes), windows, strict=True))
+
+
+def test_a_mix_is_the_weighted_sum_on_clipped_evidence_in_float32() -> None:
+    local_logits, target = drawn(7)
+    boxes = losses.boxes_of(MASKS[0])
+    weights = {"plain": 0.25, "robust_masking": 2.0}
+    found = losses.mixed(weights, local_logits.bfloat16(), target, boxes, low=0.0, smoothing=0.1)
+    evidence = local_logits.bfloat16().float().clamp(min=0)
+    expected = 0.25 * losses.plain(evidence, target, boxes, 0.1) + 2 * losses.robust_masking(
+        evidence, target, boxes, 0.1
+    )
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_pair_that_hides_everything_gives_a_finite_loss() -> None:
+    evidence, target = drawn(8)
+    whole = losses.boxes_of(Windows.sliding(grid=GRID, size=GRID))
+    assert float(losses.double_masking(evidence, target, whole).detach()) == pytest.approx(math.log(CLASSES))
+
+
+def test_masks_on_a_circle_and_unknown_losses_are_refused() -> None:
+    with pytest.raises(InputError, match="wrap around"):
+        losses.boxes_of(Windows.sliding(grid=(1, 8), size=(1, 3), wrap=(False, True)))
+    with pytest.raises(InputError, match=r"known losses.*plain"):
+        losses.check_weights({"plan": 1.0})
+    with pytest.raises(InputError, match="at least 0"):
+        losses.check_weights({"plain": -1.0})
+    with pytest.raises(InputError, match="above 0"):
+        losses.check_weights({"plain": 0.0})

@@ -9,8 +9,9 @@ BIN := .venv/bin
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+# One thread: the tests are many small tensors, and threads that wait for each other slow them down.
 test: .venv/installed
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

@@ -34,6 +34,7 @@ LAYERS = [
     {"zoo", "presets"},
     {"attacks", "training"},
     {"experiments"},
+    {"commands"},
     {"cli", "server"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

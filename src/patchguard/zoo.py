@@ -32,6 +32,11 @@ from patchguard.presets import PRESETS
 FORMAT = 1
 ENTRIES = ("format", "patchguard", "model", "class_names", "preprocess", "evidence", "defense", "recipe", "half")
 CHECKPOINTS = Path(__file__).parent / "checkpoints"  # files that come with the package
+CLONE = Path(__file__).parents[2] / "zoo"  # other published files, in a clone of the repository
+FOLDER = "PATCHGUARD_ZOO"  # the environment variable that names one more folder of files
+
+# Trained models with a page of their own in docs/models.
+PUBLISHED = ("cifar10", "cifar10_mask_srf", "cifar10_mask_ds", "cifar10_resnet18")
 
 # Side of the images that a network is usually run on.
 SIZES = {
@@ -114,12 +119,24 @@ def _located(name_or_path: str | Path) -> Path:
         raise InputError(f"no file is at `{name}`. Check the path, or give a name that `patchguard models` lists.")
     if name in PRESETS or name in models.REGISTRY:
         raise InputError(f"{name!r} has no trained weights. Use `zoo.build({name!r})` for fresh ones, and train them.")
-    known = [*embedded, *PRESETS, *models.REGISTRY]
+    known = [*embedded, *PUBLISHED, *PRESETS, *models.REGISTRY]
+    if name in PUBLISHED:
+        raise InputError(
+            f"the weights of {name!r} are not here: they lie in the folder zoo of the repository, not in the package. "
+            f"Clone it, or put {name}.safetensors into a folder and set {FOLDER} to that folder."
+        )
     raise InputError(f"`{name}` is neither a file nor a known name. {nearest(name, known)}")
 
 
 def _checkpoints() -> list[Path]:
-    return sorted(CHECKPOINTS.glob("*.safetensors"))
+    """Return the files with a name of their own: those that the user put aside first, then ours."""
+    chosen = os.environ.get(FOLDER)
+    folders = [*([Path(chosen)] if chosen else []), CHECKPOINTS, CLONE]
+    found: dict[str, Path] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("*.safetensors")):
+            found.setdefault(path.stem, path)
+    return list(found.values())
 
 
 def _described(path: Path) -> str:

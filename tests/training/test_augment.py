@@ -1,6 +1,6 @@
 import torch
 
-from patchguard.training.augment import augmented
+from patchguard.training.augment import augmented, resized_crop
 
 IMAGES = torch.randint(0, 256, (40, 3, 8, 9), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
@@ -44,3 +44,20 @@ def test_the_same_seed_draws_the_same() -> None:
     one, two, other = (augmented(IMAGES, generator(seed), pad=2, flip=True, cutout=3) for seed in (1, 1, 2))
     assert torch.equal(one, two)
     assert not torch.equal(one, other)
+
+
+def test_a_crop_of_the_whole_area_is_the_image_and_a_smaller_one_is_a_part_of_it() -> None:
+    ramp = torch.arange(64, dtype=torch.uint8).view(1, 1, 1, 64).expand(5, 3, 64, 64)
+    whole = resized_crop(ramp, torch.Generator().manual_seed(1), area=(1.0, 1.0), ratio=1.0)
+    torch.testing.assert_close(whole, ramp / 255, atol=1e-5, rtol=0)
+    part = 255 * resized_crop(ramp, torch.Generator().manual_seed(1), area=(0.25, 0.25), ratio=1.0)
+    widths = part[:, 0, 0, 63] - part[:, 0, 0, 0]
+    torch.testing.assert_close(widths, torch.full((5,), 31.5), atol=0.6, rtol=0)  # half of the side
+    assert len({round(float(start)) for start in part[:, 0, 0, 0]}) > 1
+
+
+def test_mirrored_crops_are_about_half() -> None:
+    ramp = torch.arange(64, dtype=torch.uint8).view(1, 1, 1, 64).expand(200, 3, 64, 64)
+    crops = resized_crop(ramp, torch.Generator().manual_seed(2), area=(0.3, 1.0), flip=True)
+    mirrored = (crops[:, 0, 0, 0] > crops[:, 0, 0, 63]).sum()
+    assert 70 < mirrored < 130

@@ -61,10 +61,16 @@ def test_the_step_schedule_divides_by_ten_twice() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipes_are_named_after_their_functions_and_fit_six_million_parameters(name: str) -> None:
+def test_recipes_are_named_after_their_functions_and_make_guards(name: str) -> None:
     recipe = named(name)
     assert recipe.name == name
     guard = recipe.guard((32, 32), tuple("abcdefghij"))
+    assert guard.class_names == tuple("abcdefghij")
+    assert recipe.changed({key: value for key, value in recipe.to_json().items() if key != "patch"}) == recipe
+
+
+def test_the_default_has_at_most_six_million_parameters() -> None:
+    guard = cifar10().guard((32, 32), tuple("abcdefghij"))
     assert sum(parameter.numel() for parameter in guard.model.parameters()) <= 6_000_000
 
 
@@ -73,7 +79,7 @@ def test_recipes_are_named_after_their_functions_and_fit_six_million_parameters(
     [
         ({"epoch": 3}, "no setting 'epoch'.*epochs"),
         ({"epochs": 0}, "epochs.*at least 1"),
-        ({"epochs": 1.5}, "epochs.*like 75; got 1.5"),
+        ({"epochs": 1.5}, "epochs.*like 110; got 1.5"),
         ({"peak_rate": "high"}, "peak_rate.*like 0.3"),
         ({"flip": 1}, "flip.*like true"),
         ({"mask_steps": 4}, "mask_steps.*got 4"),
@@ -88,6 +94,10 @@ def test_recipes_are_named_after_their_functions_and_fit_six_million_parameters(
         ({"mask_steps": [[0, 0]]}, "at least 1"),
         ({"seed.x": 1}, "no setting 'seed.x'"),
         ({"patch": 0}, "at least 1"),
+        ({"evidence": "tanh"}, "logits, confidence"),
+        ({"crop": [0.9, 0.5]}, "two shares"),
+        ({"temperature": 0.0}, "temperature.*above 0"),
+        ({"input_side": 0}, "input_side.*at least 1"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused(change: dict[str, object], message: str) -> None:

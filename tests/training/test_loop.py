@@ -187,3 +187,53 @@ def test_the_command_says_in_one_line_what_is_wrong(tmp_path: Path, capsys: pyte
     assert "whole number of at least 1, or auto" in capsys.readouterr().err
     assert run.main(["--recipe", "tiny", *common, "--set", "epochs"]) == 1
     assert "KEY=VALUE" in capsys.readouterr().err
+
+
+def test_a_student_starts_from_one_model_and_learns_from_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(zoo.FOLDER, str(tmp_path))
+    first = Trainer(recipe(), stripes(96), device=CPU)
+    zoo.save(first.guard, tmp_path / "first.safetensors")
+    plain = recipe(name="undefended", defense="Undefended", plain_share=1.0, model="resnet18")
+    plain = plain.changed({"model_settings": {"small_images": True, "width": 0.125}})
+    zoo.save(Trainer(plain, stripes(96), device=CPU).guard, tmp_path / "wise.safetensors")
+    student = Trainer(recipe(initial="first", teacher="wise", seed=5), stripes(96), device=CPU)
+    for name, tensor in student.model.state_dict().items():
+        assert torch.equal(tensor, first.guard.model.state_dict()[name])
+    alone = Trainer(recipe(initial="first", seed=5), stripes(96), device=CPU)
+    for trainer in (student, alone):
+        trainer.epoch(0, 1)
+    assert not states_equal(student, alone)
+    with pytest.raises(InputError, match="same shape"):
+        Trainer(recipe(initial="wise"), stripes(96), device=CPU)
+    with pytest.raises(InputError, match=r"wis.*wise"):
+        Trainer(recipe(teacher="wis"), stripes(96), device=CPU)
+
+
+@pytest.mark.parametrize("regions", [1, 3])
+def test_an_ablation_learns_from_random_bands(regions: int) -> None:
+    bands = recipe(
+        model="ds_resnet18",
+        model_settings={"width": 0.125, "band": 5},
+        defense="RobustMasking",
+        evidence="confidence",
+        weights={"local": 1.0},
+        regions=regions,
+        plain_share=0.0,
+        pad=0,
+    )
+    trainer = Trainer(bands, stripes(320), device=CPU)
+    found = [trainer.epoch(number, 6) for number in range(6)]
+    assert found[-1]["loss"] < found[0]["loss"] - 0.1
+    assert evaluate(trainer.guard, stripes(60, seed=9), Patch(2)).clean > 0.6
+    with pytest.raises(InputError, match="not an ablation"):
+        Trainer(recipe(regions=1), stripes(96), device=CPU)
+
+
+@pytest.mark.parametrize("kind", ["confidence", "prediction"])
+def test_a_network_learns_with_confidences_and_votes(kind: str) -> None:
+    trainer = Trainer(recipe(evidence=kind, low=None, weights={"plain": 1.0}, epochs=4), stripes(320), device=CPU)
+    found = [trainer.epoch(number, 4) for number in range(4)]
+    assert found[-1]["loss"] < found[0]["loss"]
+    assert evaluate(trainer.guard, stripes(60, seed=9), Patch(2)).clean > 0.6

@@ -79,7 +79,7 @@ LITERAL = {
 def test_a_loss_equals_its_formula_written_out(name: str, masks: Windows) -> None:
     literal, low = LITERAL[name]
     evidence, target = drawn(1, low)
-    found = losses.LOSSES[name](evidence, target, losses.boxes_of(masks), 0.0)
+    found = losses.LOSSES[name](evidence, target, losses.boxes_of(masks), losses.PLAIN)
     boxes = [tuple(box) for box in masks.boxes.tolist()]
     maps = evidence.detach()
     expected = [literal(image, int(y), boxes) for image, y in zip(maps, target, strict=True)]
@@ -98,7 +98,7 @@ def test_the_plain_loss_is_the_cross_entropy_of_the_mean() -> None:
 def test_hidden_cells_get_no_gradient_and_visible_ones_do(name: str) -> None:
     evidence, target = drawn(3)
     boxes = losses.boxes_of(MASKS[0])
-    losses.LOSSES[name](evidence, target, boxes, 0.0).backward()
+    losses.LOSSES[name](evidence, target, boxes, losses.PLAIN).backward()
     chosen = (
         losses.worst_pair(evidence, target, boxes)
         if name == "double_masking"
@@ -113,12 +113,12 @@ def test_hidden_cells_get_no_gradient_and_visible_ones_do(name: str) -> None:
 def test_the_gradient_is_that_of_the_value(name: str) -> None:
     evidence, target = drawn(11, 0.0)
     boxes = losses.boxes_of(MASKS[0])
-    losses.LOSSES[name](evidence, target, boxes, 0.0).backward()
+    losses.LOSSES[name](evidence, target, boxes, losses.PLAIN).backward()
     direction = torch.randn(evidence.shape, generator=torch.Generator().manual_seed(5))
     step = 1e-3
 
     def value(change: float) -> float:
-        return float(losses.LOSSES[name](evidence.detach() + change * direction, target, boxes, 0.0))
+        return float(losses.LOSSES[name](evidence.detach() + change * direction, target, boxes, losses.PLAIN))
 
     slope = (value(step) - value(-step)) / (2 * step)
     assert slope == pytest.approx(float((evidence.grad * direction).sum()), abs=2e-3)
@@ -137,10 +137,11 @@ def test_a_mix_is_the_weighted_sum_on_clipped_evidence_in_float32() -> None:
     local_logits, target = drawn(7)
     boxes = losses.boxes_of(MASKS[0])
     weights = {"plain": 0.25, "robust_masking": 2.0}
-    found = losses.mixed(weights, local_logits.bfloat16(), target, boxes, low=0.0, smoothing=0.1)
+    smooth = losses.Goal(smoothing=0.1)
+    found = losses.mixed(weights, local_logits.bfloat16(), target, boxes, low=0.0, goal=smooth)
     evidence = local_logits.bfloat16().float().clamp(min=0)
-    expected = 0.25 * losses.plain(evidence, target, boxes, 0.1) + 2 * losses.robust_masking(
-        evidence, target, boxes, 0.1
+    expected = 0.25 * losses.plain(evidence, target, boxes, smooth) + 2 * losses.robust_masking(
+        evidence, target, boxes, smooth
     )
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected)
@@ -161,3 +162,43 @@ def test_masks_on_a_circle_and_unknown_losses_are_refused() -> None:
         losses.check_weights({"plain": -1.0})
     with pytest.raises(InputError, match="above 0"):
         losses.check_weights({"plain": 0.0})
+
+
+def test_the_local_loss_is_the_mean_cross_entropy_of_single_cells() -> None:
+    evidence, target = drawn(9)
+    found = losses.local(evidence, target, losses.boxes_of(MASKS[0]))
+    each = [
+        cross_entropy(evidence[image, :, row, column].tolist(), int(target[image]))
+        for image in range(BATCH)
+        for row, column in ALL
+    ]
+    assert float(found.detach()) == pytest.approx(sum(each) / len(each), abs=1e-6)
+
+
+def test_a_goal_mixes_target_teacher_and_smoothing() -> None:
+    scores, target = torch.tensor([[1.0, 2.0, 0.5]]), torch.tensor([2])
+    goal = losses.Goal(smoothing=0.3, teacher=torch.tensor([[0.2, 0.7, 0.1]]), trust=0.25)
+    wanted = [0.7 * (0.75 * own + 0.25 * said) + 0.1 for own, said in zip((0, 0, 1), (0.2, 0.7, 0.1), strict=True)]
+    expected = sum(weight * cross_entropy(scores[0].tolist(), k) for k, weight in enumerate(wanted))
+    assert float(goal(scores, target)) == pytest.approx(expected, abs=1e-6)
+
+
+def test_means_of_confidences_are_compared_by_their_logarithm() -> None:
+    local_logits, target = drawn(10)
+    found = losses.mixed({"plain": 1.0}, local_logits, target, losses.boxes_of(MASKS[0]), kind="confidence")
+    mean = local_logits.detach().softmax(1).mean((2, 3))
+    expected = -mean[torch.arange(BATCH), target].log().mean()
+    torch.testing.assert_close(found.detach(), expected)
+
+
+def test_votes_count_whole_and_learn_through_confidences() -> None:
+    local_logits, _ = drawn(12)
+    votes = losses.evidence_of(local_logits, "prediction", None)
+    winners = local_logits.argmax(1)
+    assert torch.equal(votes.detach().round(), torch.nn.functional.one_hot(winners, CLASSES).movedim(-1, 1).float())
+    (votes * torch.arange(votes.numel()).view_as(votes)).sum().backward()
+    through_votes = local_logits.grad.clone()
+    local_logits.grad = None
+    confidence = local_logits.softmax(1)
+    (confidence * torch.arange(votes.numel()).view_as(votes)).sum().backward()
+    torch.testing.assert_close(through_votes, local_logits.grad)

@@ -140,9 +140,9 @@ class Ablation(LocalModel):
         Train with it: `loss(model.backbone(model.random_region(images, generator)), target)`.
         """
         starts = self._starts(*images.shape[2:])
-        device = "cpu" if generator is None else generator.device
+        device = torch.device("cpu") if generator is None else generator.device
         drawn = torch.randint(len(starts), (len(images),), generator=generator, device=device)
-        return self.ablate(images, starts[drawn.cpu()])
+        return self.ablate(images, starts.to(device)[drawn])
 
     def smallest_input(self) -> tuple[int, int]:
         """One pixel more than a region along the axes that it bounds: who sees everything is not local."""

@@ -1,6 +1,9 @@
 """Random crops, flips and holes, drawn and applied on the device of the images."""
 
+import math
+
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
@@ -37,6 +40,36 @@ def augmented(
         along = _within(width, drawn(width), cutout)
         pixels = torch.where((down.unsqueeze(2) & along.unsqueeze(1)).unsqueeze(3), 0.5, pixels)
     return pixels.permute(0, 3, 1, 2)
+
+
+def resized_crop(
+    images: UInt8[Tensor, "batch 3 height width"],
+    generator: torch.Generator,
+    *,
+    area: tuple[float, float],
+    flip: bool = False,
+    ratio: float = 4 / 3,
+) -> Float[Tensor, "batch 3 height width"]:
+    """Return, of each image, a random crop blown up to the full size, as pixels in [0, 1].
+
+    Rule.  The crop covers a share of the area drawn evenly from `area`; its width over its height, drawn evenly in the
+           logarithm, lies between 1 / `ratio` and `ratio`; sides end at the image's. Its place is drawn evenly. Left
+           and right are swapped with probability one half where `flip`. Pixels between pixels are interpolated.
+    """
+    batch = len(images)
+
+    def drawn(low: float, high: float) -> Float[Tensor, " batch"]:
+        return low + (high - low) * torch.rand(batch, generator=generator, device=images.device)
+
+    share, shape = drawn(*area), torch.exp(drawn(-math.log(ratio), math.log(ratio)))
+    tall, wide = (share / shape).sqrt().clamp(max=1), (share * shape).sqrt().clamp(max=1)
+    # Coordinates run from -1 to 1: a crop of relative size s can be centred anywhere in [s - 1, 1 - s].
+    down, along = drawn(-1.0, 1.0) * (1 - tall), drawn(-1.0, 1.0) * (1 - wide)
+    mirror = torch.where(drawn(0.0, 1.0) < 0.5, -1.0, 1.0) if flip else torch.ones_like(wide)
+    nothing = torch.zeros_like(wide)
+    affine = torch.stack([wide * mirror, nothing, along, nothing, tall, down], 1).view(batch, 2, 3)
+    grid = F.affine_grid(affine, list(images.shape), align_corners=False)
+    return F.grid_sample(images.float() / 255, grid, padding_mode="reflection", align_corners=False)
 
 
 def _reflected(place: Int64[Tensor, "batch size"], size: int) -> Int64[Tensor, "batch size"]:

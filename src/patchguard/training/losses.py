@@ -1,8 +1,8 @@
 r"""Losses on the evidence map of a batch: plain, and at the place where a certificate is weakest.
 
-Symbols.  e_k(i) is the evidence of class k in cell i: local logits, clipped from below where the defense clips them,
-          not rounded. y is the target, w, v, m are masks (boxes of cells), and S_k(A) = sum over i in A of e_k(i).
-          CE(s) = -log softmax(s)_y, averaged over the batch.
+Symbols.  e_k(i) is the evidence of class k in cell i, not rounded: local logits, clipped from below where the defense
+          clips them, or confidences, or votes. y is the target, w, v, m are masks (boxes of cells), and S_k(A) = sum
+          over i in A of e_k(i). CE(s) is what `Goal` makes of scores: -log softmax(s)_y, averaged over the batch.
 
 Which mask is the worst is chosen without a gradient; the gradient then flows through the sums at that choice. A sum
 over visible cells is divided by their number, so that all losses share the scale of the mean evidence. Everything is
@@ -10,7 +10,8 @@ float32, whatever the precision of the network, and nothing waits for the device
 """
 
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import TypeAlias, final
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +25,39 @@ Map: TypeAlias = Float[Tensor, "batch classes rows columns"]
 Targets: TypeAlias = Int64[Tensor, " batch"]
 Boxes: TypeAlias = Int64[Tensor, "masks 4"]
 Scalar: TypeAlias = Float[Tensor, ""]
-Loss: TypeAlias = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 ELEMENTS = 2**27  # sums held at once while pairs are compared: half a gigabyte
+LEAST = 1e-4  # mean confidence below which no gradient comes back: the logarithm of 0 would teach nothing
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """How scores are compared with the target: by cross-entropy, averaged over the batch.
+
+    Rule.  Scores s are logits, or, with `probabilities`, means of confidences or votes, of which the logarithm is
+           taken. They should follow the distribution (1 - trust) 1[k = y] + trust q_k, where q is what a teacher says;
+           without a teacher, the target alone. Of either, a share `smoothing` is spread over all classes.
+    """
+
+    smoothing: float = 0.0
+    teacher: Float[Tensor, "batch classes"] | None = None
+    trust: float = 0.5
+    probabilities: bool = False
+
+    def __call__(self, scores: Float[Tensor, "batch classes *cells"], target: Targets) -> Scalar:
+        """Return the cross-entropy of scores, of each image or of each of its cells."""
+        if self.probabilities:
+            scores = scores.clamp(min=LEAST).log()
+        wanted = F.one_hot(target, scores.shape[1]).to(scores.dtype)
+        if self.teacher is not None:
+            wanted = torch.lerp(wanted, self.teacher.to(scores.dtype), self.trust)
+        wanted = wanted.view(*wanted.shape, *(1 for _ in scores.shape[2:])).expand_as(scores)
+        return F.cross_entropy(scores, wanted, label_smoothing=self.smoothing)
+
+
+PLAIN = Goal()
+Loss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Goal], Tensor]
 
 
 def boxes_of(masks: Windows, device: torch.device | None = None) -> Boxes:
@@ -39,12 +70,20 @@ def boxes_of(masks: Windows, device: torch.device | None = None) -> Boxes:
 # -- the losses --------------------------------------------------------------------------------------------------------
 
 
-def plain(evidence: Map, target: Targets, boxes: Boxes, smoothing: float = 0.0) -> Scalar:
+def plain(evidence: Map, target: Targets, boxes: Boxes, goal: Goal = PLAIN) -> Scalar:
     """Cross-entropy of the mean evidence: CE(S(all cells) / number of cells). `boxes` plays no part."""
-    return F.cross_entropy(evidence.float().mean((2, 3)), target, label_smoothing=smoothing)
+    return goal(evidence.float().mean((2, 3)), target)
 
 
-def double_masking(evidence: Map, target: Targets, boxes: Boxes, smoothing: float = 0.0) -> Scalar:
+def local(evidence: Map, target: Targets, boxes: Boxes, goal: Goal = PLAIN) -> Scalar:
+    """Cross-entropy of every cell by itself: how the base classifier of an ablation learns. `boxes` plays no part.
+
+    It is always taken on logits: -log of a cell's confidence in the target.
+    """
+    return replace(goal, probabilities=False)(evidence.float(), target)
+
+
+def double_masking(evidence: Map, target: Targets, boxes: Boxes, goal: Goal = PLAIN) -> Scalar:
     r"""Cross-entropy at the pair of masks with the smallest margin.
 
         (m, m') = argmin over pairs, m = m' included, of  min over k != y of  (S_y - S_k)(outside m and m')
@@ -53,10 +92,10 @@ def double_masking(evidence: Map, target: Targets, boxes: Boxes, smoothing: floa
     That smallest margin over all masks is, where positive, the margin of `DoubleMasking.certify`.
     """
     pair = worst_pair(evidence, target, boxes)
-    return F.cross_entropy(mean_outside(evidence, pair), target, label_smoothing=smoothing)
+    return goal(mean_outside(evidence, pair), target)
 
 
-def provable(evidence: Map, target: Targets, boxes: Boxes, smoothing: float = 0.0) -> Scalar:
+def provable(evidence: Map, target: Targets, boxes: Boxes, goal: Goal = PLAIN) -> Scalar:
     """Provable adversarial training: hide, from every class, the window that says most for the target.
 
         w = argmax over masks of S_y(w),    loss = CE( S(outside w) / number of cells outside )
@@ -64,10 +103,10 @@ def provable(evidence: Map, target: Targets, boxes: Boxes, smoothing: float = 0.
     The evidence should be clipped at 0, as the paper does.
     """
     window = strongest_window(evidence, target, boxes)
-    return F.cross_entropy(mean_outside(evidence, window.unsqueeze(1)), target, label_smoothing=smoothing)
+    return goal(mean_outside(evidence, window.unsqueeze(1)), target)
 
 
-def robust_masking(evidence: Map, target: Targets, boxes: Boxes, smoothing: float = 0.0) -> Scalar:
+def robust_masking(evidence: Map, target: Targets, boxes: Boxes, goal: Goal = PLAIN) -> Scalar:
     r"""Cross-entropy at the exact worst window of Algorithm 2 (threshold 0), on evidence of at least 0.
 
     v(w) = argmax over masks v of  S_y(v outside w)              the mask that the defense then puts on y
@@ -82,11 +121,12 @@ def robust_masking(evidence: Map, target: Targets, boxes: Boxes, smoothing: floa
     lower = (values * outside(torch.stack([window, hidden], 1), values)).sum((2, 3))
     own = F.one_hot(target, evidence.shape[1]).bool()
     scores = torch.where(own, lower, upper) / seen.sum((2, 3)).clamp(min=1)
-    return F.cross_entropy(scores, target, label_smoothing=smoothing)
+    return goal(scores, target)
 
 
 LOSSES: dict[str, Loss] = {
     "plain": plain,
+    "local": local,
     "double_masking": double_masking,
     "provable": provable,
     "robust_masking": robust_masking,
@@ -99,17 +139,37 @@ def mixed(
     target: Targets,
     boxes: Boxes,
     *,
-    low: float | None,
-    smoothing: float,
+    kind: str = "logits",
+    low: float | None = None,
+    goal: Goal = PLAIN,
 ) -> Scalar:
-    """Return the weighted sum of losses on local logits clipped from below at `low` (None: signed)."""
-    evidence = local_logits.float()
-    if low is not None:
-        evidence = evidence.clamp(min=low)
-    total = evidence.new_zeros(())
+    """Return the weighted sum of losses on the evidence of `kind`; logits are clipped from below at `low`."""
+    logits = local_logits.float()
+    evidence = evidence_of(logits, kind, low)
+    goal = replace(goal, probabilities=kind != "logits")
+    total = logits.new_zeros(())
     for name, weight in weights.items():
-        total = total + weight * LOSSES[name](evidence, target, boxes, smoothing)
+        total = total + weight * LOSSES[name](logits if name == "local" else evidence, target, boxes, goal)
     return total
+
+
+def evidence_of(logits: Map, kind: str, low: float | None) -> Map:
+    """Return evidence that gradients pass through.
+
+    A vote, the one-hot argmax of a cell, has no gradient of its own and gets that of the cell's confidence.
+    """
+    if kind == "logits":
+        return logits if low is None else logits.clamp(min=low)
+    confidence = torch.softmax(logits, 1)
+    if kind == "confidence":
+        return confidence
+    votes = F.one_hot(logits.argmax(1), logits.shape[1]).movedim(-1, 1).to(logits.dtype)
+    return votes + confidence - confidence.detach()
+
+
+def needs_masks(weights: Mapping[str, float]) -> bool:
+    """Return whether some loss looks for its worst place among masks."""
+    return any(weight > 0 and name not in ("plain", "local") for name, weight in weights.items())
 
 
 def check_weights(weights: Mapping[str, float]) -> None:

@@ -4,22 +4,27 @@ import json
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, final
+from typing import Any, Literal, final
 
-from patchguard.data.preprocess import Preprocess
-from patchguard.defenses import DoubleMasking, RobustMasking
+from patchguard.data.preprocess import Preprocess, Resize
+from patchguard.defenses import Defense, DoubleMasking, MajorityVote, RobustMasking, Undefended
 from patchguard.errors import InputError, nearest
 from patchguard.evidence import Evidence
 from patchguard.guard import Guard
 from patchguard.models import build
+from patchguard.models.base import CIFAR10_MEAN, CIFAR10_STD
 from patchguard.patch import Patch
 from patchguard.training.losses import check_weights
 from patchguard.windows import Windows
 
-_DEFENSES: dict[str, type[DoubleMasking] | type[RobustMasking]] = {
-    "DoubleMasking": DoubleMasking,
-    "RobustMasking": RobustMasking,
+_ANYTHING = Windows.sliding(grid=(1, 1), size=(1, 1))  # until masks are fitted to a patch and a size
+_DEFENSES: dict[str, Defense[Any]] = {
+    "DoubleMasking": DoubleMasking(masks=_ANYTHING),
+    "RobustMasking": RobustMasking(masks=_ANYTHING),
+    "MajorityVote": MajorityVote(),
+    "Undefended": Undefended(),
 }
+_OPTIONAL = {"low": float, "clip_norm": float, "input_side": int, "initial": str, "teacher": str, "crop": tuple}
 
 
 @final
@@ -32,6 +37,12 @@ class Recipe:
     masks that each hold `step` x `step` neighbouring windows of the patch; 1 is every window. The first `plain_share`
     of training uses the plain loss alone. `ema` is the decay per step of the weight average that is evaluated and
     saved; 0 takes the last weights. `held_out` training images choose settings and checkpoints; 0 learns from all.
+
+    `evidence` is the kind that the defense sees and the losses train: logits clipped from below at `low`, confidence,
+    or votes. With `regions` above 0, an ablation learns from so many random regions of each image in place of all.
+    `initial` and `teacher` name trained models: weights to start from, and one whose softened answers (logits divided
+    by `temperature`) make up the share `trust` of what is to be learned. `input_side` is what images are resized to.
+    Crops shift by up to `pad` pixels; `crop`, for photos, is the range of the area that a crop takes.
     """
 
     name: str
@@ -39,10 +50,19 @@ class Recipe:
     model: str = "srf"
     model_settings: Mapping[str, Any] = field(default_factory=dict)
     defense: str = "DoubleMasking"
+    evidence: str = "logits"
     low: float | None = None
+    drift: float = 0.0
+    input_side: int | None = None
+    resize: Literal["bicubic", "bilinear", "nearest"] = "bicubic"
     patch: Patch = field(default_factory=lambda: Patch(5))
     other_patches: tuple[int, ...] = (2, 8)
     weights: Mapping[str, float] = field(default_factory=lambda: {"plain": 1.0})
+    regions: int = 0
+    initial: str | None = None
+    teacher: str | None = None
+    trust: float = 0.5
+    temperature: float = 3.0
     plain_share: float = 0.2
     mask_steps: tuple[tuple[float, int], ...] = ((0.0, 4),)
     epochs: int = 60
@@ -57,6 +77,7 @@ class Recipe:
     ema: float = 0.998
     clip_norm: float | None = 5.0
     pad: int = 4
+    crop: tuple[float, float] | None = None
     flip: bool = True
     cutout: int = 0
     held_out: int = 5000
@@ -64,20 +85,27 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_weights(self.weights)
-        if self.defense not in _DEFENSES:
-            raise InputError(f"`defense` must be one of {', '.join(_DEFENSES)}; got {self.defense!r}.")
+        _one_of(self, "defense", tuple(_DEFENSES))
+        _one_of(self, "evidence", ("logits", "confidence", "vote", "prediction"))
+        _one_of(self, "resize", ("bicubic", "bilinear", "nearest"))
         _one_of(self, "optimizer", ("sgd", "adamw"))
         _one_of(self, "schedule", ("one_cycle", "step"))
         for name in ("epochs", "batch_size"):
             _number(self, name, least=1, whole=True)
-        for name in ("pad", "cutout", "held_out", "seed"):
+        for name in ("pad", "cutout", "held_out", "seed", "regions"):
             _number(self, name, least=0, whole=True)
-        for name in ("peak_rate", "weight_decay"):
+        for name in ("peak_rate", "weight_decay", "drift"):
             _number(self, name, least=0)
-        for name in ("plain_share", "warm_up", "momentum", "label_smoothing", "ema"):
+        for name in ("plain_share", "warm_up", "momentum", "label_smoothing", "ema", "trust"):
             _number(self, name, least=0, most=1.0)
         if self.momentum >= 1 or self.ema >= 1 or self.warm_up >= 1:
             raise InputError("`momentum`, `ema` and `warm_up` must lie below 1.")
+        if not self.temperature > 0:
+            raise InputError(f"`temperature` must be above 0; got {self.temperature}.")
+        if self.input_side is not None:
+            _number(self, "input_side", least=1, whole=True)
+        if self.crop is not None and not (len(self.crop) == 2 and 0 < self.crop[0] <= self.crop[1] <= 1):
+            raise InputError(f"`crop` must be two shares of the area, such as [0.35, 1.0]; got {self.crop}.")
         if self.clip_norm is not None:
             _number(self, "clip_norm", least=0)
             if self.clip_norm == 0:
@@ -95,10 +123,15 @@ class Recipe:
     def guard(self, size: tuple[int, int], class_names: tuple[str, ...]) -> Guard[Any]:
         """Return the Guard to train: fresh weights, and masks that fit `patch` in source images of `size`."""
         model = build(self.model, classes=len(class_names), **self.model_settings)
-        anything = Windows.sliding(grid=(1, 1), size=(1, 1))
-        evidence = Evidence(kind="logits", low=self.low)
-        guard = Guard(Preprocess(), model, evidence, _DEFENSES[self.defense](masks=anything), class_names)
+        evidence = Evidence(kind=self.evidence, low=self.low, drift=self.drift)
+        guard = Guard(self.preprocess(), model, evidence, _DEFENSES[self.defense], class_names)
         return guard.for_patch(self.patch, *size)
+
+    def preprocess(self) -> Preprocess:
+        """Return what happens to images before the network: nothing, or one resizing."""
+        if self.input_side is None:
+            return Preprocess()
+        return Preprocess((Resize(height=self.input_side, width=self.input_side, mode=self.resize),))
 
     def to_json(self) -> dict[str, Any]:
         """Return every setting as JSON values."""
@@ -132,9 +165,9 @@ def _converted(name: str, value: Any, current: Any) -> Any:
             return tuple(operator.index(side) for side in value)
         if name == "weights":
             return {loss: float(weight) for loss, weight in value.items()}
-        if value is None and name in ("low", "clip_norm"):
-            return None
-        if name in ("low", "clip_norm") or isinstance(current, float):
+        if name in _OPTIONAL:
+            return None if value is None else _OPTIONAL[name](value)
+        if isinstance(current, float):
             return float(value)
         if isinstance(value, type(current)) and isinstance(value, bool) == isinstance(current, bool):
             return value
@@ -171,22 +204,61 @@ def cifar10() -> Recipe:
         name="cifar10",
         # Multiples of 64 channels fill the tiles of a GPU's matrix units; 5.2 million parameters.
         model_settings={"field": 7, "widths": [192, 384, 384, 768, 768, 768]},
+        drift=1e-3,
         weights={"double_masking": 0.7, "plain": 0.3},
         mask_steps=((0.0, 4), (0.6, 2)),
-        epochs=75,
+        teacher="cifar10_resnet18",
+        epochs=110,
     )
 
 
 def cifar10_mask_srf() -> Recipe:
-    """Robust masking of logits clipped at 0, trained at the exact worst window of its certificate."""
+    """Robust masking of logits clipped at 0: the default's network, learning on at the worst window of Algorithm 2."""
     return Recipe(
         name="cifar10_mask_srf",
         model_settings={"field": 7, "widths": [192, 384, 384, 768, 768, 768]},
         defense="RobustMasking",
         low=0.0,
+        drift=1e-3,
         weights={"robust_masking": 0.7, "plain": 0.3},
+        plain_share=0.0,
         mask_steps=((0.0, 4), (0.6, 2)),
-        epochs=75,
+        initial="cifar10",
+        teacher="cifar10_resnet18",
+        peak_rate=0.1,
+        epochs=30,
+    )
+
+
+def cifar10_mask_ds() -> Recipe:
+    """Robust masking of the confidences of DS-ResNet-18: a ResNet-18 that sees bands of four columns."""
+    return Recipe(
+        name="cifar10_mask_ds",
+        model="ds_resnet18",
+        defense="RobustMasking",
+        evidence="confidence",
+        drift=1e-4,
+        weights={"local": 1.0},
+        plain_share=0.0,
+        regions=1,
+        teacher="cifar10_resnet18",
+        peak_rate=0.2,
+        epochs=100,
+    )
+
+
+def cifar10_resnet18() -> Recipe:
+    """An ordinary ResNet-18 without defense: what a certificate costs in accuracy, and a teacher."""
+    return Recipe(
+        name="cifar10_resnet18",
+        model="resnet18",
+        model_settings={"small_images": True, "mean": list(CIFAR10_MEAN), "std": list(CIFAR10_STD)},
+        defense="Undefended",
+        other_patches=(),
+        plain_share=1.0,
+        peak_rate=0.2,
+        cutout=8,
+        epochs=40,
     )
 
 
@@ -207,7 +279,9 @@ def tiny() -> Recipe:
     )
 
 
-RECIPES: dict[str, Callable[[], Recipe]] = {recipe.__name__: recipe for recipe in (cifar10, cifar10_mask_srf, tiny)}
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    recipe.__name__: recipe for recipe in (cifar10, cifar10_mask_srf, cifar10_mask_ds, cifar10_resnet18, tiny)
+}
 
 
 def named(name: str) -> Recipe:

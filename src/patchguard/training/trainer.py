@@ -10,11 +10,14 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from patchguard import zoo
 from patchguard.data.datasets import Dataset
 from patchguard.errors import InputError
+from patchguard.guard import Guard
+from patchguard.models.ablation import Ablation
 from patchguard.runtime import derived_seed
 from patchguard.training import losses
-from patchguard.training.augment import augmented
+from patchguard.training.augment import augmented, resized_crop
 from patchguard.training.curriculum import Stage, coarse, rate, stage_at, stages
 from patchguard.training.recipe import Recipe
 
@@ -42,15 +45,23 @@ class Trainer:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derived_seed(recipe.seed, _INITIAL))
             self.guard = recipe.guard(data.size, data.class_names)
+        if recipe.initial is not None:
+            start_from(self.guard, recipe.initial)
         # Masks first: tracing a network is easiest on the CPU, where it was built.
-        windows = self.guard.windows(recipe.patch, *data.size)
-        self.boxes = {
-            stage.mask_step: losses.boxes_of(coarse(windows, stage.mask_step or 1), device) for stage in stages(recipe)
-        }
+        self.boxes = boxes_of_stages(recipe, self.guard, data.size, device)
+        self.teacher = None if recipe.teacher is None else teacher_of(recipe.teacher, self.guard, device)
         self.guard.model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.guard.model.eval().requires_grad_(False)
         self.model = copy.deepcopy(self.guard.model).train().requires_grad_(True)
-        self.forward: Any = self.model
+        # What a step runs: the base classifier of an ablation sees a few regions, any other network everything.
+        self.network: nn.Module = self.model
+        if recipe.regions > 0:
+            if not isinstance(self.model, Ablation):
+                raise InputError(
+                    f"`regions` must be 0 for {recipe.model}: it is not an ablation and sees whole images."
+                )
+            self.network = self.model.backbone
+        self.forward: Any = self.network
         self.optimizer = self._optimizer()
         self.steps_done = 0
         if compile_mode is not None:
@@ -84,12 +95,13 @@ class Trainer:
         """Take one step; return loss and accuracy of the batch without waiting for the device."""
         recipe = self.recipe
         target = self.targets[chosen]
-        images = augmented(self.images[chosen], generator, pad=recipe.pad, flip=recipe.flip, cutout=recipe.cutout)
+        images = self._augmented(self.images[chosen], generator)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
-            local_logits = self.forward(images)
+            local_logits = self._local_logits(self.guard.preprocess(images), generator)
+            goal = losses.Goal(smoothing=recipe.label_smoothing, teacher=self._taught(images), trust=recipe.trust)
         weights = {"plain": 1.0} if stage.mask_step is None else recipe.weights
         boxes = self.boxes[stage.mask_step]
-        loss = losses.mixed(weights, local_logits, target, boxes, low=recipe.low, smoothing=recipe.label_smoothing)
+        loss = losses.mixed(weights, local_logits, target, boxes, kind=recipe.evidence, low=recipe.low, goal=goal)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         if recipe.clip_norm is not None:
@@ -102,6 +114,29 @@ class Trainer:
         with torch.no_grad():
             right = (local_logits.float().mean((2, 3)).argmax(1) == target).float().mean()
             return torch.stack([loss.detach(), right])
+
+    def _augmented(self, images: Tensor, generator: torch.Generator) -> Tensor:
+        recipe = self.recipe
+        if recipe.crop is not None:
+            return resized_crop(images, generator, area=recipe.crop, flip=recipe.flip)
+        return augmented(images, generator, pad=recipe.pad, flip=recipe.flip, cutout=recipe.cutout)
+
+    def _local_logits(self, pixels: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the map of local logits, or one row of cells for the regions that are shown."""
+        regions = self.recipe.regions
+        if regions == 0 or not isinstance(self.model, Ablation):
+            logits: Tensor = self.forward(pixels)
+            return logits
+        shown = self.model.random_region(pixels.repeat_interleave(regions, 0), generator)
+        answers: Tensor = self.forward(shown.contiguous(memory_format=torch.channels_last))
+        return answers.view(len(pixels), regions, -1).transpose(1, 2).unsqueeze(2)
+
+    @torch.no_grad()
+    def _taught(self, images: Tensor) -> Float[Tensor, "batch classes"] | None:
+        if self.teacher is None:
+            return None
+        local_logits = self.teacher.model(self.teacher.preprocess(images)).float()
+        return torch.softmax(local_logits.mean((2, 3)) / self.recipe.temperature, 1)
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -137,14 +172,12 @@ class Trainer:
     # -- speed ---------------------------------------------------------------------------------------------------------
 
     def _compile(self, mode: str) -> None:
-        self.forward = torch.compile(self.model, mode=mode)
+        self.forward = torch.compile(self.network, mode=mode)
         try:
             self.trial(stages(self.recipe)[0], steps=1)
         except Exception as error:
-            if self.forward is self.model:
-                raise
             logger.warning("training goes on without torch.compile, which failed: %s", str(error).strip()[:500])
-            self.forward = self.model
+            self.forward = self.network
             self.trial(stages(self.recipe)[0], steps=1)
 
     def trial(self, stage: Stage, steps: int) -> float:
@@ -200,6 +233,41 @@ class Trainer:
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": entries, "param_groups": groups})
         self.steps_done = steps_done
+
+
+def boxes_of_stages(
+    recipe: Recipe, guard: Guard[Any], size: tuple[int, int], device: torch.device
+) -> dict[int | None, Int64[Tensor, "_masks 4"]]:
+    """Return the masks of each stage; none where no loss looks at them."""
+    if not losses.needs_masks(recipe.weights):
+        return {stage.mask_step: torch.empty(0, 4, dtype=torch.int64, device=device) for stage in stages(recipe)}
+    windows = guard.windows(recipe.patch, *size)
+    return {stage.mask_step: losses.boxes_of(coarse(windows, stage.mask_step or 1), device) for stage in stages(recipe)}
+
+
+def start_from(guard: Guard[Any], name: str) -> None:
+    """Give the network of `guard` the weights of a trained model of the same shape."""
+    found = zoo.load(name).model.state_dict()
+    wanted = guard.model.state_dict()
+    differing = [key for key in wanted.keys() | found.keys() if key not in wanted or key not in found]
+    differing += [key for key in wanted.keys() & found.keys() if wanted[key].shape != found[key].shape]
+    if differing:
+        raise InputError(
+            f"`initial` must name a model of the same shape; {name!r} differs in {', '.join(sorted(differing)[:3])}."
+        )
+    guard.model.load_state_dict(found)
+
+
+def teacher_of(name: str, guard: Guard[Any], device: torch.device) -> Guard[Any]:
+    """Return the trained model of this name, ready to answer on `device`."""
+    teacher = zoo.load(name)
+    if teacher.model.classes != guard.model.classes:
+        raise InputError(
+            f"`teacher` must know the {guard.model.classes} classes to learn; {name!r} has {teacher.model.classes}."
+        )
+    teacher.model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    teacher.model.eval().requires_grad_(False)
+    return teacher
 
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

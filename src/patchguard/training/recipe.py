@@ -252,13 +252,13 @@ def cifar10_resnet18() -> Recipe:
     return Recipe(
         name="cifar10_resnet18",
         model="resnet18",
-        model_settings={"small_images": True, "mean": list(CIFAR10_MEAN), "std": list(CIFAR10_STD)},
+        model_settings={"small_images": True, "width": 0.75, "mean": list(CIFAR10_MEAN), "std": list(CIFAR10_STD)},
         defense="Undefended",
         other_patches=(),
         plain_share=1.0,
         peak_rate=0.2,
         cutout=8,
-        epochs=40,
+        epochs=60,
     )
 
 

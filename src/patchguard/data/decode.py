@@ -1,0 +1,198 @@
+"""`decode`: one image file as 8-bit RGB pixels, the same on every machine, or the reason why it cannot be read.
+
+Pillow only decodes; resizing is the project's own. The rule for what a file may hold:
+
+    orientation    the EXIF tag is applied; a damaged tag counts as none
+    transparency   composited on white
+    16-bit grey    scaled, round(value * 255 / 65535), never clipped; 16-bit colour keeps its upper 8 bits
+    CMYK           converted without colour profile
+    animation      the first frame
+"""
+
+import io
+import os
+import stat
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from patchguard.errors import InputError
+
+# Checked before any pixel is decoded: a file of some kilobytes may claim to hold terabytes.
+MOST_PIXELS = 100_000_000
+
+# No format that runs another program (EPS) or has no agreed meaning as a picture.
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+
+ORIENTATION = 0x0112
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+@final
+class Unreadable(InputError):
+    """Names a file that is no image, or not a whole one, and says why."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(name, reason)  # both, so that it survives the way between processes
+        self.name, self.reason = name, reason
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.reason}."
+
+
+def decode(path: str | Path) -> UInt8[Tensor, "3 height width"]:
+    """Return the picture in a file; raise `Unreadable` if there is none."""
+    name = str(path)
+    try:
+        # Anything but a plain file, such as a pipe, might keep us waiting for ever.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise Unreadable(name, "is not a file")
+        with open(path, "rb") as file:
+            return _decoded(file, name)
+    except FileNotFoundError:
+        raise Unreadable(name, "does not exist") from None
+    except PermissionError:
+        raise Unreadable(name, "may not be read by this user") from None
+    except (OSError, ValueError) as error:
+        if isinstance(error, Unreadable):
+            raise
+        raise Unreadable(name, f"cannot be opened ({_brief(error)})") from None
+
+
+def decode_bytes(content: bytes, name: str = "the image") -> UInt8[Tensor, "3 height width"]:
+    """Return the picture in the content of a file; raise `Unreadable`, which calls it `name`, if there is none."""
+    return _decoded(io.BytesIO(content), name)
+
+
+def _decoded(file: io.BufferedReader | io.BytesIO, name: str) -> UInt8[Tensor, "3 height width"]:
+    if not file.read(1):
+        raise Unreadable(name, "is empty")
+    file.seek(0)
+    with _quiet():
+        try:
+            with Image.open(file, formats=_formats()) as image:
+                if image.width * image.height > MOST_PIXELS:
+                    raise Unreadable(name, _too_large(f"{image.width} x {image.height}"))
+                image.load()
+                pixels = _colours(_upright(image))
+        except Unreadable as error:
+            raise Unreadable(name, error.reason) from None
+        except UnidentifiedImageError:
+            raise Unreadable(name, f"is not an image of a known kind ({', '.join(_formats())})") from None
+        except Image.DecompressionBombError:
+            raise Unreadable(name, _too_large("more than twice as many")) from None
+        except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
+            raise Unreadable(name, f"is damaged or incomplete ({_brief(error)})") from None
+    return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
+
+
+def _too_large(found: str) -> str:
+    return f"is larger than the limit of {MOST_PIXELS:,} pixels ({found})"
+
+
+def _brief(error: Exception) -> str:
+    text = " ".join(str(error).split()).rstrip(".")
+    return text if 0 < len(text) <= 120 else type(error).__name__
+
+
+@cache
+def _formats() -> tuple[str, ...]:
+    Image.init()
+    return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    try:
+        way = UPRIGHT.get(image.getexif().get(ORIENTATION, 1))
+    except Exception:  # the tag is damaged, and the pixels are not
+        way = None
+    if way is None:
+        return image
+    turned = image.transpose(way)
+    turned.info.update({key: value for key, value in image.info.items() if key == "transparency"})
+    return turned
+
+
+# -- colours -----------------------------------------------------------------------------------------------------------
+
+
+def _colours(image: Image.Image) -> UInt8[np.ndarray, "height width 3"]:
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        return _from_16_bits(image)
+    if image.mode == "F":
+        raise Unreadable("", "holds floating point values, of which none is known to be white")
+    if image.mode == "La":
+        image = image.convert("LA")
+    if image.mode in ("LA", "PA", "RGBA", "RGBa") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, image)
+    return np.array(image.convert("RGB"))
+
+
+def _from_16_bits(image: Image.Image) -> UInt8[np.ndarray, "height width 3"]:
+    values = np.asarray(image).astype(np.int64)
+    if values.min() < 0 or values.max() > 65535:
+        raise Unreadable("", "holds values of more than 16 bits, of which none is known to be white")
+    grey = (values + 128) // 257  # 65535 = 255 * 257
+    clear = image.info.get("transparency")
+    if isinstance(clear, int):
+        grey[values == clear] = 255
+    return np.repeat(grey[..., None], 3, axis=2).astype(np.uint8)
+
+
+# -- warnings ----------------------------------------------------------------------------------------------------------
+
+
+@final
+class _Quiet:
+    """Pillow's warnings are off while anybody decodes: the first who enters turns them off, the last restores them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside = 0
+        self.kept = warnings.catch_warnings()
+
+    def enter(self) -> None:
+        with self.lock:
+            self.inside += 1
+            if self.inside == 1:
+                self.kept = warnings.catch_warnings()
+                self.kept.__enter__()
+                warnings.filterwarnings("ignore", module=r"PIL\.")
+
+    def leave(self) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside == 0:
+                self.kept.__exit__(None, None, None)
+
+
+_warnings = _Quiet()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    _warnings.enter()
+    try:
+        yield
+    finally:
+        _warnings.leave()

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, final
 
+from patchguard.data.classes import CIFAR10, IMAGENETTE
 from patchguard.data.preprocess import CenterCrop, Preprocess, Resize
 from patchguard.defenses import DoubleMasking, RobustMasking
 from patchguard.evidence import Evidence
@@ -12,20 +13,6 @@ from patchguard.models import build
 from patchguard.models.base import CIFAR10_MEAN, CIFAR10_STD
 from patchguard.patch import Patch
 from patchguard.windows import Windows
-
-CIFAR10 = ("plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-IMAGENETTE = (
-    "tench",
-    "English springer",
-    "cassette player",
-    "chain saw",
-    "church",
-    "French horn",
-    "garbage truck",
-    "gas pump",
-    "golf ball",
-    "parachute",
-)
 
 LOGITS = Evidence(kind="logits", low=0.0)
 SIGNED = Evidence(kind="logits", low=None)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from patchguard.data import cifar10 as cifar10_files
 from patchguard.data import datasets
 from patchguard.errors import InputError
 
@@ -15,7 +16,7 @@ def cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cifar-10-batches-bin"
     folder.mkdir()
     draw = np.random.default_rng(0)
-    for digests in (datasets.CIFAR10_TRAIN, datasets.CIFAR10_TEST):
+    for digests in (cifar10_files.TRAIN, cifar10_files.TEST):
         for name in list(digests):
             rows = draw.integers(0, 256, (7, 3073), dtype=np.uint8)
             rows[:, 0] %= 10

@@ -1,0 +1,98 @@
+"""The datasets known by name: what they hold, where they come from, on what terms. Imports no torch."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from patchguard.errors import InputError, nearest
+
+VARIABLE = "PATCHGUARD_DATA"
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One dataset. `train` and `test` count its images; 0 where the split is ours, with all images in `train`."""
+
+    name: str
+    description: str
+    train: int
+    test: int
+    origin: str
+    terms: str
+    layout: str
+
+
+CATALOG = {
+    entry.name: entry
+    for entry in (
+        Entry(
+            name="sample",
+            description="500 test images of CIFAR-10, 50 per class, embedded in the package",
+            train=0,
+            test=500,
+            origin="https://www.cs.toronto.edu/~kriz/cifar.html",
+            terms="cite Krizhevsky 2009",
+            layout="comes with the package",
+        ),
+        Entry(
+            name="cifar10",
+            description="small photos, 32 x 32, 10 classes",
+            train=50_000,
+            test=10_000,
+            origin="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+            terms="cite Krizhevsky 2009",
+            layout="cifar-10-batches-bin/data_batch_1.bin ... test_batch.bin",
+        ),
+        Entry(
+            name="imagenette",
+            description="photos, 10 easy classes of ImageNet",
+            train=9_469,
+            test=3_925,
+            origin="https://s3.amazonaws.com/fast-ai-imageclas/imagenette2-320.tgz",
+            terms="those of ImageNet: research, not for redistribution",
+            layout="train/n01440764/*.JPEG ... val/n03888257/*.JPEG",
+        ),
+        Entry(
+            name="imagenet",
+            description="photos, the 1000 classes of ILSVRC 2012",
+            train=1_281_167,
+            test=50_000,
+            origin="https://image-net.org/download.php",
+            terms="register there; research, not for redistribution",
+            layout="train/n01440764/*.JPEG ... val/n15075141/*.JPEG, the validation images sorted into class folders",
+        ),
+        Entry(
+            name="flowers",
+            description="photos of 5 kinds of flowers (tf_flowers), split 80/20 by us",
+            train=3_670,
+            test=0,
+            origin="http://download.tensorflow.org/example_images/flower_photos.tgz",
+            terms="Creative Commons Attribution; authors in its LICENSE.txt",
+            layout="flower_photos/daisy/*.jpg ... flower_photos/tulips/*.jpg",
+        ),
+        Entry(
+            name="cats_vs_dogs",
+            description="photos of cats and dogs, split 80/20 by us; some files are damaged and skipped",
+            train=25_000,
+            test=0,
+            origin="https://www.microsoft.com/en-us/download/details.aspx?id=54765",
+            terms="Microsoft Research data licence, in the archive",
+            layout="PetImages/Cat/*.jpg, PetImages/Dog/*.jpg",
+        ),
+    )
+}
+
+
+def entry(name: str) -> Entry:
+    """Return the dataset of this name; refuse any other, with the nearest."""
+    if name not in CATALOG:
+        raise InputError(f"`name` must be a known dataset; got {name!r}. {nearest(name, list(CATALOG))}")
+    return CATALOG[name]
+
+
+def data_root(root: str | Path | None = None) -> Path:
+    """Return the folder where datasets lie: `root`, else $PATCHGUARD_DATA, else ~/.cache/patchguard/data."""
+    chosen = root or os.environ.get(VARIABLE) or Path("~/.cache/patchguard/data")
+    return Path(chosen).expanduser()

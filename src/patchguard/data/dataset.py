@@ -1,0 +1,58 @@
+"""`Dataset`: labelled images of one size in memory; `Splits`: one part to learn from and one to test on."""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Int64, UInt8
+from torch import Tensor
+
+from patchguard.errors import InputError
+from patchguard.runtime import generator
+
+# Apart from any training seed: runs with other seeds hold out the same images and stay comparable.
+SPLIT_SEED = 0
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Images of one size as 8-bit pixels, each with the number of its true class."""
+
+    images: UInt8[Tensor, "count 3 height width"]
+    targets: Int64[Tensor, " count"]
+    class_names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of every image."""
+        return self.images.shape[2], self.images.shape[3]
+
+    def subset(self, index: Int64[Tensor, " some"] | slice) -> "Dataset":
+        """Return the images at these places, in this order."""
+        return Dataset(self.images[index], self.targets[index], self.class_names)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Splits:
+    """The training and test images: the official ones where a set has them."""
+
+    train: Dataset
+    test: Dataset
+
+
+def hold_out(train: Dataset, count: int) -> tuple[Dataset, Dataset]:
+    """Split training images into those to learn from and `count` to choose settings and checkpoints by.
+
+    The split is a seeded draw that depends on the numbers of images alone. Both parts keep the official order.
+    """
+    if not 0 <= count < len(train):
+        raise InputError(
+            f"`count` of held-out images must leave some to learn from; got {count} of {len(train)}. Hold out fewer."
+        )
+    order = torch.randperm(len(train), generator=generator(SPLIT_SEED, len(train)))
+    return train.subset(order[count:].sort().values), train.subset(order[:count].sort().values)

@@ -1,0 +1,257 @@
+"""Folders of images: listed in a fixed order without opening a file, with classes and with train and test parts.
+
+    <folder>/*.jpg                             images without classes
+    <folder>/<class>/**/*.jpg                  a class per sub-folder, numbered in sorted order
+    <folder>/train/<class>/, .../val/<class>/  an official split; `test/` where there is no `val/`
+
+Hidden files and files without an extension of an image are ignored and counted. Links are followed.
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import final
+
+from patchguard.data.catalog import CATALOG
+from patchguard.data.classes import CATS_VS_DOGS, FLOWERS, IMAGENETTE, IMAGENETTE_BY_WORDNET
+from patchguard.data.dataset import SPLIT_SEED
+from patchguard.data.draw import spread
+from patchguard.errors import InputError, nearest
+
+logger = logging.getLogger(__name__)
+
+EXTENSIONS = (
+    *(".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".pnm", ".ppm"),
+    *(".tif", ".tiff", ".webp"),
+)
+PARTS = ("train", "val", "test")
+TEST_SHARE = 5  # one image in so many is for testing, where a set has no official split
+
+
+@final
+@dataclass(frozen=True)
+class Listing:
+    """Image files by their names relative to `root`, with forward slashes; `targets` are None without classes."""
+
+    root: Path
+    names: tuple[str, ...]
+    targets: tuple[int, ...] | None
+    class_names: tuple[str, ...]
+    ignored: int
+
+    def subset(self, places: Iterable[int]) -> "Listing":
+        """Return the files at these places."""
+        kept = tuple(places)
+        targets = None if self.targets is None else tuple(self.targets[place] for place in kept)
+        return replace(self, names=tuple(self.names[place] for place in kept), targets=targets)
+
+
+def is_image(name: str) -> bool:
+    """Say whether a file of this name is listed."""
+    return not name.startswith(".") and name.lower().endswith(EXTENSIONS)
+
+
+# -- any folder --------------------------------------------------------------------------------------------------------
+
+
+def listed(root: Path) -> Listing:
+    """Return the images in a folder: those of its test part, of its class folders, or the images themselves."""
+    parts = _parts(root)
+    if parts is not None:
+        return _split(root, *parts)[1]
+    return _unsplit(root)
+
+
+def train_and_test(root: Path) -> tuple[Listing, Listing]:
+    """Return the official parts of a folder, or a seeded choice of 80 % and 20 % of its files where it has none.
+
+    The choice is even over the classes and depends on the number of files alone. Both parts keep the sorted order.
+    """
+    parts = _parts(root)
+    if parts is not None:
+        return _split(root, *parts)
+    whole = _unsplit(root)
+    if whole.targets is None:
+        raise InputError(f"{root} must hold one folder per class; it holds images only. Sort them into folders.")
+    if len(whole.names) < TEST_SHARE:
+        raise InputError(f"{root} must hold at least {TEST_SHARE} images to be split; got {len(whole.names)}.")
+    test = spread(len(whole.names) // TEST_SHARE, len(whole.names), SPLIT_SEED)
+    tested = set(test)
+    return whole.subset(place for place in range(len(whole.names)) if place not in tested), whole.subset(test)
+
+
+def _unsplit(root: Path) -> Listing:
+    inner = _unwrapped(root)
+    prefix = "".join(f"{part}/" for part in inner.relative_to(root).parts)
+    classes = class_folders(inner)
+    direct = sorted(name for name, folder in _entries(inner) if not folder and is_image(name))
+    if classes and direct:
+        raise InputError(
+            f"{inner} holds both images and folders of images, so it is unclear whether the folders are classes. "
+            f"Move one of them away, or name the images alone: '{inner}/*'."
+        )
+    if classes:
+        return _labelled(root, prefix, classes)
+    if not direct:
+        others = sum(1 for _, folder in _entries(inner) if not folder)
+        raise InputError(
+            f"{root} holds no images ({others} other files). "
+            f"Put images ({', '.join(EXTENSIONS)}) there, or folders of images, one per class."
+        )
+    ignored = sum(1 for name, folder in _entries(inner) if not folder and not is_image(name))
+    return Listing(root, tuple(prefix + name for name in direct), None, (), ignored)
+
+
+def _split(root: Path, train: str, test: str) -> tuple[Listing, Listing]:
+    """The classes are those of the training part; a part without one of them is allowed, with another is not."""
+    classes = class_folders(root / train)
+    strange = sorted(set(class_folders(root / test)) - set(classes))
+    if not classes or len(strange) == len(class_folders(root / test)):
+        raise InputError(f"{root / train} and {root / test} must hold one folder of images per class, of equal names.")
+    if strange:
+        raise InputError(
+            f"{root / test} must hold classes of {root / train} only; it also has {', '.join(strange[:3])}. "
+            "Move that away or rename it."
+        )
+    return _labelled(root, f"{train}/", classes), _labelled(root, f"{test}/", classes)
+
+
+def _labelled(root: Path, prefix: str, classes: tuple[str, ...]) -> Listing:
+    names: list[str] = []
+    targets: list[int] = []
+    others: list[str] = []
+    for target, folder in enumerate(classes):
+        found: list[str] = []
+        if (root / prefix / folder).is_dir():
+            for name in _walk(root / prefix / folder):
+                (found if is_image(name.rpartition("/")[2]) else others).append(f"{prefix}{folder}/{name}")
+        names += sorted(found)
+        targets += [target] * len(found)
+    if others:
+        logger.info("%s: %d files are hidden or no images and ignored, such as %s", root, len(others), min(others))
+    return Listing(root, tuple(names), tuple(targets), classes, len(others))
+
+
+def _parts(root: Path) -> tuple[str, str] | None:
+    """Return the names of the training and the test part, or None where the folder has no parts."""
+    _check_folder(root)
+    there = [part for part in PARTS if (root / part).is_dir()]
+    if not there:
+        return None
+    if there == ["train"] or "train" not in there:
+        raise InputError(
+            f"{root} holds {' and '.join(there)}, but {'no test part' if there == ['train'] else 'no train'}. "
+            f"Name the part itself, {root / there[0]}, or add `train/` and `val/`."
+        )
+    return "train", there[1]
+
+
+def _unwrapped(root: Path) -> Path:
+    """Step into a folder that holds nothing but one folder of folders, as archives often do."""
+    while True:
+        folders = [name for name, folder in _entries(root) if folder and not name.startswith(".")]
+        if len(folders) != 1 or any(not folder and is_image(name) for name, folder in _entries(root)):
+            return root
+        if not class_folders(root / folders[0]) and len(subfolders(root / folders[0])) != 1:
+            return root
+        if any(not folder and is_image(name) for name, folder in _entries(root / folders[0])):
+            return root
+        root = root / folders[0]
+
+
+def subfolders(folder: Path) -> tuple[str, ...]:
+    """Return the names of the folders in a folder that are not hidden, sorted."""
+    return tuple(sorted(name for name, inner in _entries(folder) if inner and not name.startswith(".")))
+
+
+def class_folders(folder: Path) -> tuple[str, ...]:
+    """Return the names of the folders in a folder that hold an image at any depth, sorted."""
+    return tuple(
+        name for name in subfolders(folder) if any(is_image(inner.rpartition("/")[2]) for inner in _walk(folder / name))
+    )
+
+
+def _walk(folder: Path) -> Iterator[str]:
+    """Yield the files below a folder, relative to it, and hidden folders not at all; a link into itself ends there."""
+    waiting, seen = [""], set()
+    while waiting:
+        prefix = waiting.pop()
+        state = os.stat(folder / prefix)
+        if (state.st_dev, state.st_ino) in seen:
+            continue
+        seen.add((state.st_dev, state.st_ino))
+        for name, inner in _entries(folder / prefix):
+            if not inner:
+                yield prefix + name
+            elif not name.startswith("."):
+                waiting.append(f"{prefix}{name}/")
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                yield entry.name, entry.is_dir()
+    except OSError as error:
+        raise InputError(f"{folder} cannot be listed: {error.strerror}.") from None
+
+
+def _check_folder(root: Path) -> None:
+    if not root.is_dir():
+        raise InputError(f"{root} must be a folder of images; there is none. Check the path.")
+
+
+# -- sets known by name ------------------------------------------------------------------------------------------------
+
+# The class folders by which a set is recognised; None: the 1000 WordNet numbers of ImageNet.
+CLASS_FOLDERS: dict[str, tuple[str, ...] | None] = {
+    "imagenette": tuple(IMAGENETTE_BY_WORDNET),
+    "imagenet": None,
+    "flowers": FLOWERS,
+    "cats_vs_dogs": CATS_VS_DOGS,
+}
+IMAGENET_CLASSES = 1000
+
+
+def located(name: str, root: Path) -> Path | None:
+    """Return the folder of a named set: `root` itself, or one up to two levels below it, first by name."""
+    if name not in CLASS_FOLDERS:
+        raise InputError(f"`name` must be a set of photos; got {name!r}. {nearest(name, list(CLASS_FOLDERS))}")
+    if not root.is_dir():
+        return None
+    below = [root / each for each in subfolders(root) if each not in PARTS]
+    below.sort(key=lambda path: path.name != name)
+    deeper = [path / each for path in below if len(subfolders(path)) < 100 for each in subfolders(path)]
+    return next((path for path in (root, *below, *deeper) if _is_set(name, path)), None)
+
+
+def _is_set(name: str, path: Path) -> bool:
+    split = CATALOG[name].test > 0
+    if split and not all((path / part).is_dir() for part in ("train", "val")):
+        return False
+    there, expected = subfolders(path / "train" if split else path), CLASS_FOLDERS[name]
+    if expected is not None:
+        return there == expected
+    return len(there) == IMAGENET_CLASSES and all(each[0] == "n" and each[1:].isdigit() for each in there)
+
+
+def named_parts(name: str, root: Path) -> tuple[Listing, Listing]:
+    """Return the training and test files of a named set; log a warning that counts what is missing."""
+    folder, entry = located(name, root), CATALOG[name]
+    if folder is None:
+        raise InputError(
+            f"{name} is not in {root} or the folders below it. Get it from {entry.origin} and lay it out as "
+            f"{entry.layout}."
+        )
+    train, test = train_and_test(folder)
+    if name == "imagenette":
+        train, test = (replace(part, class_names=IMAGENETTE) for part in (train, test))
+    expected = (entry.train, entry.test) if entry.test else (entry.train,)
+    found = (len(train.names), len(test.names)) if entry.test else (len(train.names) + len(test.names),)
+    for part, count, images in zip(("training ", "test "), found, expected, strict=False):
+        if count != images:
+            kind = part if entry.test else ""
+            logger.warning("%s: %s %simages are in %s; the whole set has %s", name, f"{count:,}", kind, folder, images)
+    return train, test

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from patchguard import __version__
 from patchguard.commands.audit import audit
+from patchguard.commands.data import app as data
 from patchguard.commands.models import models
 from patchguard.errors import InputError
 
@@ -55,6 +56,7 @@ def options(
 
 app.command(epilog="Example: patchguard models")(models)
 app.command(epilog="Example: patchguard audit --model bagnet17 --size 224x300")(audit)
+app.add_typer(data, name="data")
 
 
 def main() -> None:

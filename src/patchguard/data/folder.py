@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import final
 
 from patchguard.data.catalog import CATALOG
-from patchguard.data.classes import CATS_VS_DOGS, FLOWERS, IMAGENETTE, IMAGENETTE_BY_WORDNET
+from patchguard.data.classes import CATS_VS_DOGS, FLOWERS, IMAGENETTE_BY_WORDNET
 from patchguard.data.dataset import SPLIT_SEED
 from patchguard.data.draw import spread
 from patchguard.errors import InputError, nearest
@@ -131,7 +131,10 @@ def _labelled(root: Path, prefix: str, classes: tuple[str, ...]) -> Listing:
         targets += [target] * len(found)
     if others:
         logger.info("%s: %d files are hidden or no images and ignored, such as %s", root, len(others), min(others))
-    return Listing(root, tuple(names), tuple(targets), classes, len(others))
+    # Folders named by WordNet number get readable names where we know them all.
+    known = all(folder in IMAGENETTE_BY_WORDNET for folder in classes)
+    class_names = tuple(IMAGENETTE_BY_WORDNET[folder] for folder in classes) if known else classes
+    return Listing(root, tuple(names), tuple(targets), class_names, len(others))
 
 
 def _parts(root: Path) -> tuple[str, str] | None:
@@ -246,8 +249,6 @@ def named_parts(name: str, root: Path) -> tuple[Listing, Listing]:
             f"{entry.layout}."
         )
     train, test = train_and_test(folder)
-    if name == "imagenette":
-        train, test = (replace(part, class_names=IMAGENETTE) for part in (train, test))
     expected = (entry.train, entry.test) if entry.test else (entry.train,)
     found = (len(train.names), len(test.names)) if entry.test else (len(train.names) + len(test.names),)
     for part, count, images in zip(("training ", "test "), found, expected, strict=False):

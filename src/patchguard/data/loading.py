@@ -126,7 +126,7 @@ def _batches(
 ) -> Iterator[Batch]:
     starts = range(0, len(order), batch_size)
     chunks = _Chunks(source, tuple(order[start : start + batch_size] for start in starts), size)
-    loader = DataLoader(chunks, batch_size=None, num_workers=workers)
+    loader = DataLoader(chunks, batch_size=None, num_workers=workers, collate_fn=_as_it_is)
     images, places = torch.empty((0, 3, *size), dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
     skipped: list[tuple[str, str]] = []
     for more, more_places, more_skipped in loader:
@@ -165,6 +165,10 @@ class _Chunks(Items[tuple[Tensor, Tensor, list[tuple[str, str]]]]):
                 images[len(kept)] = image
                 kept.append(place)
         return images[: len(kept)], torch.tensor(kept, dtype=torch.int64), skipped
+
+
+def _as_it_is(chunk: object) -> object:
+    return chunk
 
 
 def _attempt(source: Source, place: int, size: tuple[int, int] | None) -> Tensor | Unreadable:

@@ -1,0 +1,155 @@
+"""What `open_source` makes of names, folders and patterns, in which order, and what it refuses."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Write
+
+from patchguard.data.classes import IMAGENETTE, IMAGENETTE_BY_WORDNET
+from patchguard.data.decode import Unreadable
+from patchguard.data.draw import spread
+from patchguard.data.source import open_source
+from patchguard.errors import InputError
+
+
+def test_a_folder_of_class_folders_is_labelled_in_sorted_order(write: Write) -> None:
+    root = write("b/1.png", "a/2.png", "a/10.png", "a-c/x.png", "b/deep/er/0.PNG")
+    source = open_source(root)
+    assert source.class_names == ("a", "a-c", "b")
+    assert source.names == ("a/10.png", "a/2.png", "a-c/x.png", "b/1.png", "b/deep/er/0.PNG")
+    assert source.targets == (0, 0, 1, 2, 2)
+    assert source.read(0).shape == (3, 6, 8)
+    assert [int(source.read(place)[0, 0, 0]) for place in range(5)] == [2, 1, 3, 0, 4]
+
+
+def test_a_flat_folder_has_no_classes(write: Write) -> None:
+    source = open_source(str(write("2.png", "1.jpg")))
+    assert (source.names, source.targets, source.class_names) == (("1.jpg", "2.png"), None, ())
+
+
+def test_other_and_hidden_files_are_ignored_and_counted(write: Write) -> None:
+    root = write("a/1.png", "a/.hidden.png", "b/2.png", ".git/c.png")
+    (root / "a" / "notes.txt").write_text("no image")
+    (root / "empty").mkdir()
+    source = open_source(root)
+    assert (source.names, source.class_names, source.ignored) == (("a/1.png", "b/2.png"), ("a", "b"), 2)
+    assert open_source(root / "a").ignored == 2
+
+
+@pytest.mark.parametrize("part", ["val", "test"])
+def test_of_a_split_folder_the_test_part_is_taken_with_the_classes_of_training(write: Write, part: str) -> None:
+    root = write("train/a/1.png", "train/b/2.png", "train/c/3.png", f"{part}/c/5.png", f"{part}/a/4.png")
+    source = open_source(root)
+    assert source.names == (f"{part}/a/4.png", f"{part}/c/5.png")
+    assert (source.targets, source.class_names) == ((0, 2), ("a", "b", "c"))
+
+
+def test_a_folder_around_the_class_folders_is_stepped_into(write: Write) -> None:
+    source = open_source(write("archive/PetImages/Dog/1.png", "archive/PetImages/Cat/2.png"))
+    assert source.class_names == ("Cat", "Dog")
+    assert source.names[0] == "archive/PetImages/Cat/2.png"
+    assert int(source.read(0)[0, 0, 0]) == 1
+
+
+def test_one_class_folder_is_one_class(write: Write) -> None:
+    assert open_source(write("cat/1.png", "cat/2.png")).class_names == ("cat",)
+
+
+def test_a_pattern_and_a_file_have_no_classes(write: Write) -> None:
+    root = write("photos/2.png", "photos/1.png", "photos/deep/3.png", "photos/4.jpg")
+    assert open_source(root / "photos" / "*.png").names == ("1.png", "2.png")
+    assert open_source(f"{root}/ph*/**/*.png").names == ("photos/1.png", "photos/2.png", "photos/deep/3.png")
+    single = open_source(root / "photos" / "1.png")
+    assert (single.names, single.targets, int(single.read(0)[0, 0, 0])) == (("1.png",), None, 1)
+
+
+def test_a_folder_with_the_signs_of_a_pattern_is_a_folder(write: Write) -> None:
+    assert open_source(write("[1]/a.png") / "[1]").names == ("a.png",)
+
+
+def test_links_are_followed_and_a_loop_ends(write: Write) -> None:
+    root = write("store/1.png", "set/b/2.png")
+    os.symlink(root / "store", root / "set" / "a")
+    os.symlink(root / "set" / "b", root / "set" / "b" / "again")
+    os.symlink(root / "nowhere.png", root / "set" / "b" / "gone.png")
+    source = open_source(root / "set")
+    assert source.names == ("a/1.png", "b/2.png", "b/gone.png")
+    with pytest.raises(Unreadable, match=r"^b/gone.png does not exist"):
+        source.read(2)
+
+
+def test_folders_named_by_wordnet_number_get_readable_names(write: Write) -> None:
+    source = open_source(write(*(f"{number}/1.png" for number in reversed(IMAGENETTE_BY_WORDNET))))
+    assert source.class_names == IMAGENETTE
+    assert source.names[0] == "n01440764/1.png"
+
+
+@pytest.mark.parametrize(
+    ("names", "what", "message"),
+    [
+        ((), "", "holds no images .0 other files."),
+        ((), "nowhere/else", "no folder or file of images is at"),
+        (("a/1.png", "1.png"), "", "both images and folders"),
+        (("train/a/1.png",), "", "holds train, but no test part.*Name the part itself"),
+        (("val/a/1.png",), "", "holds val, but no train"),
+        (("train/a/1.png", "val/b/1.png", "val/a/1.png"), "", "it also has b"),
+        (("train/a/1.png", "val/1.png"), "", "one folder of images per class"),
+        (("a/1.png",), "*.gif", "no image matches"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_what_to_do(
+    write: Write, names: tuple[str, ...], what: str, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        open_source(write(*names) / what)
+
+
+def test_a_misspelt_name_gets_the_nearest() -> None:
+    with pytest.raises(InputError, match="Did you mean 'imagenette'"):
+        open_source("imagenete")
+
+
+def test_a_known_set_that_is_not_there_says_where_to_get_it(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"imagenette is not in .*imagenette2-320.tgz and lay it out as train"):
+        open_source("imagenette", tmp_path)
+    with pytest.raises(InputError, match="patchguard data get cifar10"):
+        open_source("cifar10", tmp_path)
+
+
+def test_the_root_is_taken_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATCHGUARD_DATA", str(tmp_path / "here"))
+    with pytest.raises(InputError, match=r"here"):
+        open_source("cifar10")
+
+
+def test_an_unreadable_image_is_named_as_in_the_source(write: Write) -> None:
+    root = write("a/1.png", "a/2.png")
+    (root / "a" / "1.png").write_bytes(b"")
+    with pytest.raises(Unreadable, match=r"^a/1.png is empty.$"):
+        open_source(root).read(0)
+
+
+def test_a_source_survives_pickling_and_limiting(write: Write) -> None:
+    source = open_source(write(*(f"{name}/{number}.png" for name in "abcd" for number in range(10))))
+    again = pickle.loads(pickle.dumps(source.limited(8)))
+    assert again.targets == (0, 0, 1, 1, 2, 2, 3, 3)
+    assert again.names == source.limited(8).names == tuple(sorted(again.names))
+    for place, name in enumerate(again.names):
+        assert torch.equal(again.read(place), source.read(source.names.index(name)))
+    assert source.limited(8, seed=1).names != again.names
+    assert source.limited(41) is source
+    with pytest.raises(InputError, match="1 or more"):
+        source.limited(0)
+
+
+@pytest.mark.parametrize(("count", "total"), [(0, 0), (0, 5), (5, 5), (3, 10), (7, 1000), (999, 1000)])
+def test_a_spread_choice_takes_one_of_each_run(count: int, total: int) -> None:
+    places = spread(count, total, seed=3)
+    assert len(places) == count
+    for turn, place in enumerate(places):
+        assert turn * total // count <= place < (turn + 1) * total // count
+    with pytest.raises(InputError, match="from 0 to"):
+        spread(total + 1, total)

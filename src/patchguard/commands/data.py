@@ -147,6 +147,7 @@ def _classes(source: "Source", found: _Found) -> "Table":
 
 
 def _place(name: str, root: Path) -> str:
+    """Return where a dataset lies below the root, "." for the root itself, or "no"."""
     from patchguard.data import cifar10
     from patchguard.data.folder import located
 
@@ -154,8 +155,10 @@ def _place(name: str, root: Path) -> str:
         return "in the package"
     if name == "cifar10":
         files = [cifar10.found(root, file) for file in (*cifar10.TRAIN, *cifar10.TEST)]
-        return "no" if None in files else str(files[0].parent if files[0] else root)
-    return str(located(name, root) or "no")
+        folder = files[0].parent if files[0] is not None and None not in files else None
+    else:
+        folder = located(name, root)
+    return "no" if folder is None else str(folder.relative_to(root))
 
 
 def _table(*columns: str) -> "Table":

@@ -254,5 +254,7 @@ def named_parts(name: str, root: Path) -> tuple[Listing, Listing]:
     for part, count, images in zip(("training ", "test "), found, expected, strict=False):
         if count != images:
             kind = part if entry.test else ""
-            logger.warning("%s: %s %simages are in %s; the whole set has %s", name, f"{count:,}", kind, folder, images)
+            logger.warning(
+                "%s: %s %simages are in %s; the whole set has %s", name, f"{count:,}", kind, folder, f"{images:,}"
+            )
     return train, test

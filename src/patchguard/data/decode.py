@@ -5,7 +5,7 @@ Pillow only decodes; resizing is the project's own. The rule for what a file may
     orientation    the EXIF tag is applied; a damaged tag counts as none
     transparency   composited on white
     16-bit grey    scaled, round(value * 255 / 65535), never clipped; 16-bit colour keeps its upper 8 bits
-    CMYK           converted without colour profile
+    colour         CMYK and others are converted to RGB; embedded profiles are not applied
     animation      the first frame
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path, PurePath
 from typing import final
 
 import torch
-from jaxtyping import UInt8
+from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from patchguard.data import cifar10, folder, sample
@@ -74,7 +74,8 @@ def open_source(what: str | Path, root: str | Path | None = None) -> Source:
     """
     name, path = str(what), Path(what).expanduser()
     if name == "sample":
-        return _numbered(sample.load().images, sample.positions().tolist(), sample.load().targets)
+        embedded = sample.load()
+        return _numbered(embedded.images, sample.positions().tolist(), embedded.targets)
     if name == "cifar10":
         images, targets = cifar10.read(data_root(root), cifar10.TEST)
         return _numbered(torch.from_numpy(images), list(range(len(images))), torch.from_numpy(targets))
@@ -111,7 +112,9 @@ def _matched(pattern: str) -> Listing:
     return Listing(root, tuple(names), None, (), len(files) - len(names))
 
 
-def _numbered(images: UInt8[Tensor, "count 3 height width"], places: list[int], targets: torch.Tensor) -> Source:
+def _numbered(
+    images: UInt8[Tensor, "count 3 height width"], places: list[int], targets: Int64[Tensor, " count"]
+) -> Source:
     names = tuple(f"test/{place:05d}" for place in places)
     return Source(names, tuple(targets.tolist()), CIFAR10, partial(_read_row, images))
 

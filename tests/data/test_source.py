@@ -54,6 +54,11 @@ def test_a_folder_around_the_class_folders_is_stepped_into(write: Write) -> None
     assert int(source.read(0)[0, 0, 0]) == 1
 
 
+def test_a_folder_around_a_split_is_stepped_into(write: Write) -> None:
+    source = open_source(write("set/train/a/1.png", "set/train/b/2.png", "set/val/b/3.png"))
+    assert (source.names, source.targets, source.class_names) == (("set/val/b/3.png",), (1,), ("a", "b"))
+
+
 def test_one_class_folder_is_one_class(write: Write) -> None:
     assert open_source(write("cat/1.png", "cat/2.png")).class_names == ("cat",)
 

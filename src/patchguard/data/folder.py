@@ -58,10 +58,9 @@ def is_image(name: str) -> bool:
 
 def listed(root: Path) -> Listing:
     """Return the images in a folder: those of its test part, of its class folders, or the images themselves."""
-    parts = _parts(root)
-    if parts is not None:
-        return _split(root, *parts)[1]
-    return _unsplit(root)
+    prefix = _prefix(root)
+    parts = _parts(root / prefix)
+    return _unsplit(root, prefix) if parts is None else _split(root, prefix, *parts)[1]
 
 
 def train_and_test(root: Path) -> tuple[Listing, Listing]:
@@ -69,10 +68,11 @@ def train_and_test(root: Path) -> tuple[Listing, Listing]:
 
     The choice is even over the classes and depends on the number of files alone. Both parts keep the sorted order.
     """
-    parts = _parts(root)
+    prefix = _prefix(root)
+    parts = _parts(root / prefix)
     if parts is not None:
-        return _split(root, *parts)
-    whole = _unsplit(root)
+        return _split(root, prefix, *parts)
+    whole = _unsplit(root, prefix)
     if whole.targets is None:
         raise InputError(f"{root} must hold one folder per class; it holds images only. Sort them into folders.")
     if len(whole.names) < TEST_SHARE:
@@ -82,40 +82,66 @@ def train_and_test(root: Path) -> tuple[Listing, Listing]:
     return whole.subset(place for place in range(len(whole.names)) if place not in tested), whole.subset(test)
 
 
-def _unsplit(root: Path) -> Listing:
-    inner = _unwrapped(root)
-    prefix = "".join(f"{part}/" for part in inner.relative_to(root).parts)
-    classes = class_folders(inner)
-    direct = sorted(name for name, folder in _entries(inner) if not folder and is_image(name))
-    if classes and direct:
+def _prefix(root: Path) -> str:
+    """Return the way into a folder that holds nothing but one folder of folders, as archives often do, or ""."""
+    if not root.is_dir():
+        raise InputError(f"{root} must be a folder of images; there is none. Check the path.")
+    prefix = ""
+    while True:
+        inner = subfolders(root / prefix)
+        if len(inner) != 1 or inner[0] in PARTS or _images(root / prefix):
+            return prefix
+        deeper = f"{prefix}{inner[0]}/"
+        if _images(root / deeper) or not class_folders(root / deeper):
+            return prefix
+        prefix = deeper
+
+
+def _parts(folder: Path) -> tuple[str, str] | None:
+    """Return the names of the training and the test part, or None where the folder has no parts."""
+    there = [part for part in PARTS if (folder / part).is_dir()]
+    if not there:
+        return None
+    if there == ["train"] or "train" not in there:
+        raise InputError(
+            f"{folder} holds {' and '.join(there)}, but {'no test part' if there == ['train'] else 'no train'}. "
+            f"Name the part itself, {folder / there[0]}, or add `train/` and `val/`."
+        )
+    return "train", there[1]
+
+
+def _unsplit(root: Path, prefix: str) -> Listing:
+    inner = root / prefix
+    classes, images = class_folders(inner), _images(inner)
+    if classes and images:
         raise InputError(
             f"{inner} holds both images and folders of images, so it is unclear whether the folders are classes. "
             f"Move one of them away, or name the images alone: '{inner}/*'."
         )
     if classes:
         return _labelled(root, prefix, classes)
-    if not direct:
-        others = sum(1 for _, folder in _entries(inner) if not folder)
+    others = sum(1 for name, folder in _entries(inner) if not folder and not is_image(name))
+    if not images:
         raise InputError(
             f"{root} holds no images ({others} other files). "
             f"Put images ({', '.join(EXTENSIONS)}) there, or folders of images, one per class."
         )
-    ignored = sum(1 for name, folder in _entries(inner) if not folder and not is_image(name))
-    return Listing(root, tuple(prefix + name for name in direct), None, (), ignored)
+    return Listing(root, tuple(prefix + name for name in images), None, (), others)
 
 
-def _split(root: Path, train: str, test: str) -> tuple[Listing, Listing]:
+def _split(root: Path, prefix: str, train: str, test: str) -> tuple[Listing, Listing]:
     """The classes are those of the training part; a part without one of them is allowed, with another is not."""
-    classes = class_folders(root / train)
-    strange = sorted(set(class_folders(root / test)) - set(classes))
-    if not classes or len(strange) == len(class_folders(root / test)):
-        raise InputError(f"{root / train} and {root / test} must hold one folder of images per class, of equal names.")
+    learned, tested = root / prefix / train, root / prefix / test
+    classes, there = class_folders(learned), class_folders(tested)
+    strange = sorted(set(there) - set(classes))
+    if not classes or len(strange) == len(there):
+        raise InputError(f"{learned} and {tested} must hold one folder of images per class, of equal names.")
     if strange:
         raise InputError(
-            f"{root / test} must hold classes of {root / train} only; it also has {', '.join(strange[:3])}. "
+            f"{tested} must hold classes of {learned} only; it also has {', '.join(strange[:3])}. "
             "Move that away or rename it."
         )
-    return _labelled(root, f"{train}/", classes), _labelled(root, f"{test}/", classes)
+    return _labelled(root, f"{prefix}{train}/", classes), _labelled(root, f"{prefix}{test}/", classes)
 
 
 def _labelled(root: Path, prefix: str, classes: tuple[str, ...]) -> Listing:
@@ -137,33 +163,6 @@ def _labelled(root: Path, prefix: str, classes: tuple[str, ...]) -> Listing:
     return Listing(root, tuple(names), tuple(targets), class_names, len(others))
 
 
-def _parts(root: Path) -> tuple[str, str] | None:
-    """Return the names of the training and the test part, or None where the folder has no parts."""
-    _check_folder(root)
-    there = [part for part in PARTS if (root / part).is_dir()]
-    if not there:
-        return None
-    if there == ["train"] or "train" not in there:
-        raise InputError(
-            f"{root} holds {' and '.join(there)}, but {'no test part' if there == ['train'] else 'no train'}. "
-            f"Name the part itself, {root / there[0]}, or add `train/` and `val/`."
-        )
-    return "train", there[1]
-
-
-def _unwrapped(root: Path) -> Path:
-    """Step into a folder that holds nothing but one folder of folders, as archives often do."""
-    while True:
-        folders = [name for name, folder in _entries(root) if folder and not name.startswith(".")]
-        if len(folders) != 1 or any(not folder and is_image(name) for name, folder in _entries(root)):
-            return root
-        if not class_folders(root / folders[0]) and len(subfolders(root / folders[0])) != 1:
-            return root
-        if any(not folder and is_image(name) for name, folder in _entries(root / folders[0])):
-            return root
-        root = root / folders[0]
-
-
 def subfolders(folder: Path) -> tuple[str, ...]:
     """Return the names of the folders in a folder that are not hidden, sorted."""
     return tuple(sorted(name for name, inner in _entries(folder) if inner and not name.startswith(".")))
@@ -174,6 +173,10 @@ def class_folders(folder: Path) -> tuple[str, ...]:
     return tuple(
         name for name in subfolders(folder) if any(is_image(inner.rpartition("/")[2]) for inner in _walk(folder / name))
     )
+
+
+def _images(folder: Path) -> list[str]:
+    return sorted(name for name, inner in _entries(folder) if not inner and is_image(name))
 
 
 def _walk(folder: Path) -> Iterator[str]:
@@ -199,11 +202,6 @@ def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
                 yield entry.name, entry.is_dir()
     except OSError as error:
         raise InputError(f"{folder} cannot be listed: {error.strerror}.") from None
-
-
-def _check_folder(root: Path) -> None:
-    if not root.is_dir():
-        raise InputError(f"{root} must be a folder of images; there is none. Check the path.")
 
 
 # -- sets known by name ------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def checkpoint(tmp_path):
     return str(path)
 
 
-@pytest.mark.parametrize("words", [(), ("audit",), ("models",)])
+@pytest.mark.parametrize("words", [(), ("audit",), ("models",), ("verify",)])
 def test_every_help_has_an_example(run, words):
     shown = run(*words, "--help")
     assert shown.exit_code == 0

@@ -31,7 +31,7 @@ LAYERS = [
     },
     {"models", "data", "defenses"},
     {"guard", "config"},
-    {"zoo", "presets"},
+    {"zoo", "presets", "certificate_file"},
     {"attacks", "training"},
     {"experiments"},
     {"commands"},

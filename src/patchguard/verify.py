@@ -2,10 +2,10 @@
 
     python verify.py FILE...
 
-This file needs Python and numpy, imports nothing of patchguard, and works when copied out alone; hence all of it is in
-one file, longer than others. It recomputes the whole claim from the evidence in the file, in whole numbers, with loops instead of shortcuts: which cells the patch can
-touch from every position, the defended label, and the margin against every rival in every window. One line per file
-says `valid` or `invalid` and why; the exit status is 0 if all are valid, 1 otherwise.
+This file needs Python and numpy, imports nothing of patchguard, and works when copied out alone; that is why it is one
+long file. It recomputes the whole claim from the evidence in the file, in whole numbers, with loops instead of shortcuts:
+which cells the patch can touch from every position, the defended label, and the margin against every rival in every
+window. One line per file says `valid` or `invalid` and why; the exit status is 0 if all are valid, 1 otherwise.
 
 A valid file proves: *if* the network reads only the pixels that the field in the file says, and *if* it gives this
 evidence for the image up to the stated drift, *then* no such patch changes the label. The two conditions are about the
@@ -80,7 +80,7 @@ class Verdict:
 def check(path: str | os.PathLike[str]) -> Verdict:
     """Check one file. Never raises: whatever is wrong with it is the reason why it is invalid."""
     try:
-        return check_bytes(_load(path))
+        return check_bytes(load(path))
     except Refused as refusal:
         return Verdict(valid=False, certified=False, reason=str(refusal))
 
@@ -172,7 +172,7 @@ class Boxes:
     def sums(self, maps: Integers) -> Integers:
         """The sum of each map (..., rows, columns) over each box: (..., boxes)."""
         top, bottom, left, right = np.array(self.places).T
-        # Where boxes pass the end of a map, it is put beside itself. At (i, j), `sums` adds up all cells above and left.
+        # Where boxes pass the end of a map, it is put beside itself. `sums` at (i, j): all cells above and left.
         if bottom.max() > self.grid[0]:
             maps = np.concatenate([maps, maps], axis=-2)
         if right.max() > self.grid[1]:
@@ -543,7 +543,8 @@ def digest_of(claim: dict[str, Any]) -> str:
     return hashlib.sha256(canonical({name: entry for name, entry in claim.items() if name != "digest"})).hexdigest()
 
 
-def _load(path: str | os.PathLike[str]) -> bytes:
+def load(path: str | os.PathLike[str]) -> bytes:
+    """Return the contents of a file of acceptable size; raise `Refused` for anything else."""
     most = LARGEST_JSON + 8 * LARGEST_EVIDENCE + 1024
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):

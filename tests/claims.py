@@ -1,0 +1,158 @@
+"""Certificate files for tests: honest ones of every kind, edits that keep the digests right, and the truth."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+
+from patchguard import certificate_file, verify
+from patchguard.defenses import ClippedSum, Defense, DoubleMasking, MajorityVote, RobustMasking
+from patchguard.errors import InputError
+from patchguard.evidence import Evidence, EvidenceMap
+from patchguard.field import Axis, Field
+from patchguard.patch import Patch
+from patchguard.windows import Windows
+
+DIGESTS = {"model": "0" * 64, "preprocess": "1" * 64, "image": "2" * 64}
+THRESHOLDS = [Fraction(0), Fraction(1, 4), Fraction(1, 2), Fraction(4, 5), Fraction(1), Fraction(333, 1000)]
+
+
+def random_axis(draw: np.random.Generator, around: bool) -> Axis:
+    """Cells in order with uneven starts and lengths, as resizing makes them; on a circle, bands that pass the end."""
+    cells = int(draw.integers(2, 6))
+    size = int(draw.integers(cells, 2 * cells + 3))
+    if around:
+        starts = np.sort(draw.choice(size, cells, replace=False))
+        lengths = draw.integers(1, max(2, size // 2), cells)
+    else:
+        starts = np.sort(draw.integers(0, size, cells))
+        lengths = np.minimum(draw.integers(0, 4, cells), size - starts)
+    return Axis(tuple(starts.tolist()), tuple(lengths.tolist()), size, wrap=around)
+
+
+def random_evidence(draw: np.random.Generator, rule: str, grid: tuple[int, int]) -> tuple[Evidence, EvidenceMap]:
+    """Few bits, so that ties happen; one favoured class, so that some claims are certified."""
+    drift = float(draw.choice([0.0, 0.0, 0.3, 1.0]))
+    if rule == "MajorityVote":
+        settings = Evidence(kind=str(draw.choice(["vote", "prediction"])), drift=drift / 5, bits=4)
+    elif rule == "ClippedSum":
+        kind = str(draw.choice(["tanh", "logits", "confidence"]))
+        bounds = {"low": -2.0, "high": 3.0} if kind == "logits" else {}
+        settings = Evidence(kind=kind, drift=drift / 10, bits=4, **bounds)
+    elif rule == "DoubleMasking":
+        settings = Evidence(low=None, drift=drift, bits=int(draw.integers(0, 3)))
+    else:
+        kind = str(draw.choice(["logits", "logits", "vote", "confidence"]))
+        bounds = {"high": draw.choice([None, 2.0, 5.0])} if kind == "logits" else {}
+        settings = Evidence(kind=kind, drift=drift, bits=int(draw.integers(0, 3)), **bounds)
+    classes = int(draw.integers(2, 5))
+    logits = draw.integers(-2, 6, (1, classes, *grid)).astype(float) * draw.choice([0.5, 1.0])
+    logits[0, draw.integers(classes)] += draw.choice([0.0, 2.0, 6.0, 20.0])
+    return settings, settings(torch.from_numpy(logits))
+
+
+def random_rule(draw: np.random.Generator, rule: str, windows: Windows) -> Defense:
+    if rule in ("ClippedSum", "MajorityVote"):
+        return {"ClippedSum": ClippedSum, "MajorityVote": MajorityVote}[rule](spatial=bool(draw.random() < 0.8))
+    masks = windows
+    if draw.random() < 0.5:
+        size = tuple(int(draw.integers(1, cells + 1)) for cells in windows.grid)
+        masks = Windows.sliding(grid=windows.grid, size=size, wrap=windows.wrap)
+    if rule == "DoubleMasking":
+        return DoubleMasking(masks=masks)
+    return RobustMasking(masks=masks, threshold=THRESHOLDS[draw.integers(len(THRESHOLDS))])
+
+
+RULES = ["RobustMasking", "DoubleMasking", "ClippedSum", "MajorityVote"]
+
+
+def honest(seed: int, rule: str) -> bytes | None:
+    """The file of a random claim as this package proves it, or None where it refuses to."""
+    draw = np.random.default_rng([seed, RULES.index(rule)])
+    field = Field(random_axis(draw, False), random_axis(draw, bool(draw.random() < 0.4)))
+    patch = Patch(*(int(draw.integers(1, min(size, 4) + 1)) for size in field.source))
+    windows = Windows.reached_by(patch, field)
+    settings, evidence = random_evidence(draw, rule, field.grid)
+    defense = random_rule(draw, rule, windows)
+    try:
+        certificate = defense.certify(evidence, windows)
+    except InputError:
+        return None
+    return certificate_file.encode(
+        defense=defense,
+        settings=settings,
+        evidence=evidence,
+        certificate=certificate,
+        field=field,
+        patch=patch,
+        windows=windows,
+        class_names=(),
+        digests=DIGESTS,
+    )
+
+
+def honest_files(rule: str, count: int) -> Iterator[bytes]:
+    seed = 0
+    while count:
+        data = honest(seed, rule)
+        seed += 1
+        if data is not None:
+            count -= 1
+            yield data
+
+
+def sealed(claim: dict[str, Any], layers: np.ndarray) -> bytes:
+    """The file of any claim, with right digests."""
+    array = verify.array_header(layers.shape) + layers.astype("<i8").tobytes()
+    claim["shape"] = list(layers.shape)
+    claim["digests"]["evidence"] = hashlib.sha256(array).hexdigest()
+    claim["digest"] = verify.digest_of(claim)
+    return verify.archive(verify.canonical(claim), array)
+
+
+def edited(data: bytes, edit: Callable[[dict[str, Any], np.ndarray], None]) -> bytes:
+    """The file after `edit(claim, evidence)`, with right digests."""
+    claim, layers = verify.read(data)
+    layers = layers.copy()
+    edit(claim, layers)
+    return sealed(claim, layers)
+
+
+def true_claim(data: bytes) -> bool:
+    """Whether the package, given the objects that the file describes, proves the same claim."""
+    claim, layers = verify.read(data)
+    grid = tuple(layers.shape[-2:])
+    wrap = tuple(claim["wrap"])
+    windows = Windows.from_boxes(claim["windows"], grid=grid, wrap=wrap)
+    axes = [
+        Axis(tuple(axis["starts"]), tuple(axis["lengths"]), size, wrap=around)
+        for axis, size, around in zip(
+            (claim["field"]["rows"], claim["field"]["columns"]), claim["source"], wrap, strict=True
+        )
+    ]
+    reached = Windows.reached_by(Patch(**claim["patch"]), Field(*axes))
+    settings = Evidence(**claim["evidence"])
+    blank = settings(torch.zeros(1, layers.shape[-3], *grid))
+    values, lower, upper = layers if layers.ndim == 4 else (layers, layers, layers)
+    if layers.ndim == 3:
+        slack = settings._slack(blank.high - blank.low)
+        lower, upper = np.maximum(values - slack, blank.low), np.minimum(values + slack, blank.high)
+    maps = [torch.from_numpy(np.ascontiguousarray(each))[None] for each in (values, lower, upper)]
+    evidence = EvidenceMap(**{**vars(blank), "values": maps[0], "lower": maps[1], "upper": maps[2]})
+    stated = dict(claim["defense"])
+    name = stated.pop("name")
+    if "masks" in stated:
+        stated["masks"] = Windows.from_boxes(stated["masks"], grid=grid, wrap=tuple(stated.pop("wrap")))
+    if "threshold" in stated:
+        stated["threshold"] = Fraction(stated["threshold"])
+    kinds = {kind.__name__: kind for kind in (RobustMasking, DoubleMasking, ClippedSum, MajorityVote)}
+    certificate = kinds[name](**stated).certify(evidence, windows)
+    return (
+        windows.cover(reached)
+        and int(certificate.label) == claim["label"]
+        and float(certificate.margin) == claim["margin"]["value"]
+        and bool(certificate.certified) == claim["certified"]
+    )

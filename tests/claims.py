@@ -41,7 +41,7 @@ def random_evidence(draw: np.random.Generator, rule: str, grid: tuple[int, int])
     elif rule == "ClippedSum":
         kind = str(draw.choice(["tanh", "logits", "confidence"]))
         bounds = {"low": -2.0, "high": 3.0} if kind == "logits" else {}
-        settings = Evidence(kind=kind, drift=drift / 10, bits=4, **bounds)
+        settings = Evidence(kind=kind, drift=drift / 10, bits=int(draw.integers(1, 4)), **bounds)
     elif rule == "DoubleMasking":
         settings = Evidence(low=None, drift=drift, bits=int(draw.integers(0, 3)))
     else:
@@ -156,3 +156,95 @@ def true_claim(data: bytes) -> bool:
         and float(certificate.margin) == claim["margin"]["value"]
         and bool(certificate.certified) == claim["certified"]
     )
+
+
+# -- wrong claims ------------------------------------------------------------------------------------------------------
+
+
+def wrong(name):
+    """Return the edit of this name: what it writes must be invalid for every honest file."""
+
+    def margin(claim, _):
+        claim["margin"]["units"] += 1
+        claim["margin"]["value"] = claim["margin"]["units"] / claim["margin"]["denominator"]
+
+    def whole(claim, _):
+        claim["margin"]["units"] += 1
+
+    def decimal(claim, _):
+        claim["margin"]["value"] += 1.0
+
+    def denominator(claim, _):
+        claim["margin"]["denominator"] *= 2
+        claim["margin"]["value"] /= 2
+
+    def certified(claim, _):
+        claim["certified"] = not claim["certified"]
+
+    def label(claim, layers):
+        claim["label"] = (claim["label"] + 1) % layers.shape[-3]
+
+    def rival(claim, _):
+        claim["rival"] = claim["label"]
+
+    def weakest(claim, _):
+        claim["weakest"] = len(claim["windows"])
+
+    def first_window(claim, _):
+        claim["windows"] = claim["windows"][1:]
+
+    def last_window(claim, _):
+        claim["windows"] = claim["windows"][:-1]
+
+    def patch(claim, _):
+        claim["patch"]["height"] = claim["source"][0] + 1
+
+    def count(claim, _):
+        claim["patch"]["count"] = 2
+
+    def evidence(claim, layers):
+        layers[...] = claim["units"]["high"] + 1
+
+    def units(claim, _):
+        claim["units"]["high"] += 1
+
+    def truth(claim, _):
+        claim["label"] = bool(claim["label"])
+
+    return locals()[name]
+
+
+EDITS = [
+    "margin", "whole", "decimal", "denominator", "certified", "label", "rival", "weakest", "first_window",
+    "last_window", "patch", "count", "evidence", "units", "truth",
+]  # fmt: skip
+
+
+def dishonest(data: bytes) -> list[bytes]:
+    return [edited(data, wrong(name)) for name in EDITS]
+
+
+def uncovered() -> bytes:
+    """Masks smaller than the windows, with evidence whose only bound is the numerical ceiling."""
+
+    def unbound(claim, _):
+        claim["evidence"]["high"], claim["units"]["bounded"] = None, False
+
+    for data in honest_files("RobustMasking", 10**4):
+        claim, _ = read(data)
+        masks = max((b - a) * (d - c) for a, b, c, d in claim["defense"]["masks"])
+        if claim["evidence"]["high"] == 2.0 and masks < max((b - a) * (d - c) for a, b, c, d in claim["windows"]):
+            break
+
+    def ceiling(claim, layers):
+        claim["evidence"]["high"] = verify.CEILING
+        claim["units"] = verify.units_of(claim["evidence"])
+
+    raised = edited(data, ceiling)
+    gives = check_bytes(raised).reason.removeprefix("it claims another margin than the ").split()[0]
+
+    def margin(claim, _):
+        claim["margin"]["units"], claim["certified"] = int(gives), int(gives) > 0
+        claim["margin"]["value"] = int(gives) / claim["margin"]["denominator"]
+
+    return edited(edited(raised, margin), unbound)

@@ -234,7 +234,7 @@ def field_to_json(field: Field) -> dict[str, Any]:
 # -- images and digests ------------------------------------------------------------------------------------------------
 
 
-def eight_bit(image: Image) -> UInt8[Tensor, "3 height width"]:
+def eight_bit(image: Tensor) -> UInt8[Tensor, "3 height width"]:
     """Return an image's 8-bit pixels; refuse floats that are not 8-bit pixels divided by 255."""
     if not isinstance(image, Tensor) or image.dim() != 3 or image.shape[0] != 3 or image.numel() == 0:
         raise InputError("`image` must be one colour image (3, height, width), without a batch axis.")

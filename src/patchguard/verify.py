@@ -3,9 +3,9 @@
     python verify.py FILE...
 
 This file needs Python and numpy, imports nothing of patchguard, and works when copied out alone; that is why it is one
-long file. It recomputes the whole claim from the evidence in the file, in whole numbers, with loops instead of shortcuts:
-which cells the patch can touch from every position, the defended label, and the margin against every rival in every
-window. One line per file says `valid` or `invalid` and why; the exit status is 0 if all are valid, 1 otherwise.
+long file. It recomputes the whole claim from the evidence in the file, in whole numbers and without shortcuts: which
+cells the patch can touch from every position, the defended label, and the margin against every rival in every window.
+One line per file says `valid` or `invalid` and why; the exit status is 0 if all are valid, 1 otherwise.
 
 A valid file proves: *if* the network reads only the pixels that the field in the file says, and *if* it gives this
 evidence for the image up to the stated drift, *then* no such patch changes the label. The two conditions are about the
@@ -100,11 +100,11 @@ def _prove(claim: dict[str, Any], layers: Integers) -> str:
     """Recompute everything that the file claims; return the claim in words."""
     values, lower, upper = _bounds(claim, layers)
     windows = _boxes(claim["windows"], "windows", claim["wrap"], values.shape[1:])
-    patch = _check_windows(claim, windows)
     rule = _rule(claim, values.shape[1:])
     masks = len(rule.masks.places) if rule.masks else 0
     if (len(windows.places) + masks) * (values.size + len(values) * masks) > LARGEST_WORK:
         raise Refused("its evidence, windows and masks are too large to check")
+    patch = _check_windows(claim, windows)
     label = _whole(claim["label"], "label", 0, len(values) - 1)
     found = rule.label(values)
     if found != label:

@@ -1,0 +1,250 @@
+"""Certificate files from guards: canonical, atomic, checked against the network and the image, and the command."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from claims import edited, sealed
+from PIL import Image
+from tiny import bagnet_guard, lively, pictures, srf_guard
+from typer.testing import CliRunner
+
+from patchguard import certificate_file, verify, zoo
+from patchguard.certificate_file import Packer, difference, eight_bit, image_digest
+from patchguard.cli import app
+from patchguard.defenses import ClippedSum, MajorityVote, RobustMasking, Undefended
+from patchguard.errors import InputError
+from patchguard.evidence import Evidence
+from patchguard.guard import Guard
+from patchguard.models import build
+from patchguard.patch import Patch
+from patchguard.windows import Windows
+
+
+@cache
+def band_guard() -> Guard:
+    """Votes of column bands on a circle."""
+    model = lively(build("ds_resnet18", classes=3, width=0.05))
+    plain = srf_guard()
+    return replace(plain, model=model, evidence=Evidence(kind="vote", drift=1e-3), defense=MajorityVote())
+
+
+def image(side: int, seed: int = 0) -> torch.Tensor:
+    return (pictures(1, side, seed=seed)[0] * 255).round().to(torch.uint8)
+
+
+def guards() -> dict[str, tuple[Guard, int]]:
+    masks = bagnet_guard().defense.masks
+    return {
+        "double masking": (srf_guard(), 16),
+        "robust masking behind a resize": (bagnet_guard(), 12),
+        "robust masking with a threshold": (
+            replace(bagnet_guard(), defense=RobustMasking(masks=masks, threshold=0.2)),
+            12,
+        ),
+        "clipped sum": (replace(srf_guard(), evidence=Evidence(kind="tanh"), defense=ClippedSum()), 16),
+        "published clipped sum": (
+            replace(srf_guard(), evidence=Evidence(kind="tanh"), defense=ClippedSum(spatial=False)),
+            16,
+        ),
+        "bands on a circle": (band_guard(), 32),
+    }
+
+
+@pytest.mark.parametrize("name", guards())
+def test_a_written_file_is_valid_and_says_what_certify_says(name, tmp_path):
+    guard, side = guards()[name]
+    path = tmp_path / "image.pgc"
+    pixels = image(side)
+    written = certificate_file.write(path, guard, pixels, Patch(2))
+    found = guard.certify(pixels[None].float() / 255, Patch(2))
+    claim, _ = verify.read(path.read_bytes())
+    verdict = verify.check(path)
+    assert verdict.valid, verdict
+    assert verdict.certified == bool(written.certified) == bool(found.certified)
+    assert claim["margin"]["value"] == float(written.margin) == float(found.margin)
+    assert claim["label"] == int(found.label)
+    assert difference(path.read_bytes(), guard, pixels) is None
+
+
+def test_the_same_inputs_give_the_same_bytes_and_no_draft_is_left(tmp_path):
+    for name in ("one.pgc", "two.pgc"):
+        certificate_file.write(tmp_path / name, srf_guard(), image(16), Patch(2))
+    assert (tmp_path / "one.pgc").read_bytes() == (tmp_path / "two.pgc").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.pgc", "two.pgc"]
+
+
+def test_floats_are_taken_if_they_are_8_bit_pixels(tmp_path):
+    pixels = image(16)
+    certificate_file.write(tmp_path / "whole.pgc", srf_guard(), pixels, Patch(2))
+    certificate_file.write(tmp_path / "float.pgc", srf_guard(), pixels.float() / 255, Patch(2))
+    assert (tmp_path / "whole.pgc").read_bytes() == (tmp_path / "float.pgc").read_bytes()
+    assert torch.equal(eight_bit(pixels.double() / 255), pixels)
+    for wrong in (pixels[None], pixels.long(), pixels.float(), torch.full((3, 4, 4), 0.3)):
+        with pytest.raises(InputError, match="`image` must"):
+            eight_bit(wrong)
+
+
+def test_a_batch_is_packed_from_what_was_computed_once():
+    guard = srf_guard()
+    pixels = torch.stack([image(16, seed) for seed in range(6)])
+    packer = Packer(guard, Patch(2), 16, 16)
+    evidence = guard.evidence_of(pixels.float() / 255)
+    certificate = guard.defense.certify(evidence, packer.windows)
+    for row in range(6):
+        data = packer.pack(evidence, certificate, row, image_digest(pixels[row]))
+        assert verify.check_bytes(data).valid
+        assert difference(data, guard, pixels[row]) is None
+
+
+def test_only_the_defended_label_can_be_written():
+    guard = srf_guard()
+    packer = Packer(guard, Patch(2), 16, 16)
+    evidence = guard.evidence_of(image(16)[None].float() / 255)
+    other = (int(guard.defense.predict(evidence).label) + 1) % 3
+    certificate = guard.defense.certify(evidence, packer.windows, other)
+    with pytest.raises(InputError, match="must be about the defended label"):
+        packer.pack(evidence, certificate, 0, image_digest(image(16)))
+
+
+def test_what_has_no_checker_is_refused(tmp_path):
+    bounded = replace(srf_guard(), evidence=Evidence(kind="tanh"), defense=ClippedSum())
+    for guard, patch, message in (
+        (bounded, Patch(2, count=2), "are about one patch"),
+        (replace(srf_guard(), defense=Undefended()), Patch(2), "got Undefended"),
+    ):
+        with pytest.raises(InputError, match=message):
+            certificate_file.write(tmp_path / "image.pgc", guard, image(16), patch)
+    with pytest.raises(InputError, match="folder of `path` must exist"):
+        certificate_file.write(tmp_path / "none" / "image.pgc", srf_guard(), image(16), Patch(2))
+    assert not list(tmp_path.iterdir())
+
+
+def test_evidence_that_was_not_made_by_the_guard_is_refused():
+    guard = srf_guard()
+    packer = Packer(guard, Patch(2), 16, 16)
+    evidence = guard.evidence_of(image(16)[None].float() / 255)
+    certificate = guard.defense.certify(evidence, packer.windows)
+    with pytest.raises(InputError, match="must carry the drift"):
+        packer.pack(evidence.with_values(evidence.values), certificate, 0, image_digest(image(16)))
+    with pytest.raises(InputError, match="own settings"):
+        packer.pack(replace(evidence, high=1), certificate, 0, image_digest(image(16)))
+
+
+# -- against the network and the image ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def written(tmp_path):
+    path = tmp_path / "image.pgc"
+    certificate_file.write(path, srf_guard(), image(16), Patch(2))
+    return path
+
+
+def test_another_image_model_or_rule_is_noticed(written):
+    guard, pixels, data = srf_guard(), image(16), written.read_bytes()
+    changed = pixels.clone()
+    changed[0, 0, 0] ^= 1
+    assert "another image" in difference(data, guard, changed)
+    assert "another image" in difference(data, guard, image(18))
+    assert "settings of evidence" in difference(data, replace(guard, evidence=Evidence(low=None)), pixels)
+    assert "preprocessing" in difference(data, replace(guard, preprocess=bagnet_guard().preprocess), pixels)
+    assert "defense" in difference(data, guard.for_patch(Patch(3), 16, 16), pixels)
+    other = replace(guard, model=build("srf", classes=3, field=5, widths=[8, 12]).eval())
+    assert "other weights" in difference(data, other, pixels)
+
+
+def test_a_false_field_is_valid_alone_but_not_against_the_model(written):
+    """The one lie that the file cannot betray: cells that claim to read nothing."""
+
+    def blind(claim, _):
+        claim["field"]["rows"]["lengths"] = [0] * 16
+
+    forged = edited(written.read_bytes(), blind)
+    assert verify.check_bytes(forged).valid
+    assert difference(forged, srf_guard(), image(16)) == "its field is not the one traced from the model"
+
+
+def test_evidence_may_differ_within_the_drift_and_no_further(written):
+    claim, layers = verify.read(written.read_bytes())
+    drift = claim["units"]["drift"]
+    assert drift > 0
+    moved = layers.copy()
+    moved[0, 0, 0] += drift
+    assert difference(sealed(claim, moved), srf_guard(), image(16)) is None
+    moved[0, 0, 0] += 1
+    assert "more than the drift allows" in difference(sealed(claim, moved), srf_guard(), image(16))
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run():
+    return lambda *words: CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture
+def deployed(tmp_path):
+    zoo.save(srf_guard(), tmp_path / "guard.safetensors")
+    Image.fromarray(image(16).permute(1, 2, 0).numpy()).save(tmp_path / "image.png")
+    return ("--model", tmp_path / "guard.safetensors", "--image", tmp_path / "image.png")
+
+
+def test_the_command_checks_files(run, written):
+    shown = run("verify", written)
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.startswith(f"{written}: valid: label ")
+    broken = written.with_name("broken.pgc")
+    broken.write_bytes(written.read_bytes()[:-1])
+    shown = run("verify", written, broken, written.parent, "--json")
+    assert shown.exit_code == 1
+    lines = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert [line["valid"] for line in lines] == [True, False, False]
+    assert set(lines[0]) == {"file", "valid", "certified", "reason"}
+
+
+def test_the_command_checks_model_and_image(run, written, deployed, tmp_path):
+    shown = run("verify", written, *deployed)
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.rstrip().endswith("; model, field, image and evidence agree")
+    Image.fromarray(image(16, seed=1).permute(1, 2, 0).numpy()).save(tmp_path / "image.png")
+    shown = run("verify", written, *deployed)
+    assert shown.exit_code == 1
+    assert shown.stdout == f"{written}: invalid: it is about another image\n"
+
+
+def test_mistakes_in_the_command_are_one_line(run, written, deployed, tmp_path):
+    shown = run("verify", written, "--model", "srf")
+    assert shown.exit_code == 1
+    assert "must be given together" in shown.stderr
+    (tmp_path / "image.png").write_bytes(b"no image")
+    shown = run("verify", written, *deployed)
+    assert shown.exit_code == 1
+    assert "must be an image file" in shown.stderr
+    assert len(shown.stderr.strip().splitlines()) == 1
+
+
+def test_a_check_without_a_model_does_not_wait_for_torch(written):
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from patchguard.cli import app\n"
+        f"shown = CliRunner().invoke(app, ['verify', {str(written)!r}])\n"
+        "assert shown.exit_code == 0, shown.output\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_masks_may_be_any_boxes(tmp_path):
+    windows = srf_guard().defense.masks
+    boxes = Windows.from_boxes(windows.boxes[::-1], grid=windows.grid)
+    assert boxes.pairs is not None
+    guard = replace(srf_guard(), defense=replace(srf_guard().defense, masks=boxes))
+    certificate_file.write(tmp_path / "image.pgc", guard, image(16), Patch(2))
+    assert verify.check(tmp_path / "image.pgc").valid

@@ -1,0 +1,286 @@
+"""The checker of certificate files: it agrees with the package, refuses every other claim, and never raises."""
+
+import hashlib
+import io
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from claims import EDITS, RULES, edited, honest, honest_files, sealed, true_claim, uncovered, wrong
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patchguard import verify
+from patchguard.verify import check, check_bytes, read
+
+SOURCE = Path(verify.__file__)
+
+
+@pytest.fixture(scope="module")
+def file() -> bytes:
+    return next(honest_files("RobustMasking", 1))
+
+
+# -- agreement with the package ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_claim_that_the_package_proves_is_valid(rule):
+    certified, tied, drifting, around = 0, 0, 0, 0
+    for data in honest_files(rule, 150):
+        verdict = check_bytes(data)
+        claim, _ = read(data)
+        assert verdict.valid, verdict
+        assert verdict.certified == (claim["margin"]["units"] > 0)
+        certified += verdict.certified
+        tied += claim["margin"]["units"] == 0
+        drifting += claim["evidence"]["drift"] > 0
+        around += claim["wrap"][1]
+    assert min(certified, tied, drifting, around, 150 - certified) > 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(10**6, 10**9), st.sampled_from(RULES))
+def test_the_margins_are_equal_on_any_claim(seed, rule):
+    data = honest(seed, rule)
+    if data is not None:
+        assert check_bytes(data).valid
+        assert true_claim(data)
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_changed_byte_is_noticed(file):
+    draw = np.random.default_rng(0)
+    for place in range(len(file)):
+        changed = bytearray(file)
+        changed[place] ^= int(draw.integers(1, 256))
+        assert not check_bytes(bytes(changed)).valid, place
+
+
+def test_a_file_that_is_cut_or_longer_is_invalid(file):
+    for length in range(0, len(file), 7):
+        assert not check_bytes(file[:length]).valid
+    assert not check_bytes(file + b"\0").valid
+    assert not check_bytes(b"\0" + file).valid
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=400))
+def test_garbage_is_invalid(data):
+    assert not check_bytes(data).valid
+    assert not check_bytes(b"PK\3\4" + data).valid
+
+
+def test_what_is_not_a_file_is_invalid(tmp_path):
+    assert str(check(tmp_path / "missing.pgc")) == "invalid: it cannot be opened (FileNotFoundError)"
+    assert str(check(tmp_path)) == "invalid: it is not a file"
+    assert not check("no\0name").valid
+    large = tmp_path / "large.pgc"
+    with large.open("wb") as sparse:
+        sparse.truncate(2**30)
+    assert "larger than" in check(large).reason
+
+
+# -- forgery: other claims, digests made anew --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_wrong_claim_is_invalid_though_its_digests_are_right(name):
+    for rule in RULES:
+        for data in honest_files(rule, 12):
+            assert not check_bytes(edited(data, wrong(name))).valid
+
+
+def test_a_window_that_misses_a_cell_is_invalid():
+    def shrink(claim, _):
+        wide = max(range(len(claim["windows"])), key=lambda w: claim["windows"][w][3] - claim["windows"][w][2])
+        claim["windows"][wide][3] -= 1
+
+    for data in honest_files("ClippedSum", 20):
+        _, _, left, right = max(read(data)[0]["windows"], key=lambda box: box[3] - box[2])
+        if right - left > 1:
+            assert not check_bytes(edited(data, shrink)).valid
+
+
+def test_unbounded_evidence_needs_masks_that_cover():
+    assert "lies in no mask, and the evidence has no bound" in check_bytes(uncovered()).reason
+
+
+def values_in(node, path=()):
+    """Every place in a JSON value."""
+    yield path
+    for key, child in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        yield from values_in(child, (*path, key))
+
+
+STRANGE = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 12), st.sampled_from([2**31, 2**63, -(2**63), 10**50, 0.0, -1.5, 1e300]),
+    st.text(max_size=3), st.just([]), st.just({}), st.just("1/3"), st.just([[0, 1, 0, 1]]),
+)  # fmt: skip
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data(), st.integers(0, 60), st.sampled_from(RULES))
+def test_no_edit_makes_a_false_claim_valid(data, seed, rule):
+    original = honest(seed, rule)
+    if original is None:
+        return
+    claim, layers = read(original)
+    layers = layers.copy()
+    for _ in range(data.draw(st.integers(1, 2))):
+        if data.draw(st.integers(0, 4)) == 0:
+            layers.reshape(-1)[data.draw(st.integers(0, layers.size - 1))] += data.draw(st.integers(-3, 3))
+            continue
+        path = data.draw(st.sampled_from(list(values_in(claim))[1:]))
+        node = claim
+        for key in path[:-1]:
+            node = node[key]
+        node[path[-1]] = data.draw(STRANGE)
+    try:
+        forged = sealed(claim, layers)
+    except (TypeError, AttributeError):  # the edit took away what the digests are written to
+        return
+    if check_bytes(forged).valid:
+        assert true_claim(forged)
+
+
+# -- malformed files ---------------------------------------------------------------------------------------------------
+
+
+def document(data: bytes, change) -> bytes:
+    """The file with another text of certificate.json, in an archive that is otherwise right."""
+    text, array = verify._members(data)
+    return verify.archive(change(text), array)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace(b'"format":1', b'"format":1,"format":1'),
+        lambda text: text.replace(b'"format":1', b'"format": 1'),
+        lambda text: text.replace(b'"format":1', b'"format":NaN'),
+        lambda text: text.replace(b'"format":1', b'"format":Infinity'),
+        lambda text: text.replace(b'"format":1', b'"format":1e999'),
+        lambda text: text.replace(b'"format":1', b'"format":' + b"9" * 5000),
+        lambda text: text.replace(b'"format":1', b'"format":' + b"[" * 10**5 + b"]" * 10**5),
+        lambda text: b"[" * 10**6,
+        lambda text: b"\xff" + text,
+        lambda text: b"[]",
+        lambda text: b"null",
+        lambda text: b"",
+        lambda text: b" " * (verify.LARGEST_JSON + 1),
+    ],
+)
+def test_no_other_spelling_of_the_claim_is_read(file, change):
+    assert not check_bytes(document(file, change)).valid
+
+
+def test_an_archive_with_other_members_is_invalid(file, tmp_path):
+    text, array = verify._members(file)
+    for number, names in enumerate(
+        [
+            ("certificate.json", "evidence.npy"),
+            ("certificate.json", "evidence.npy", "more.txt"),
+            ("../certificate.json", "evidence.npy"),
+            ("evidence.npy", "certificate.json"),
+            ("certificate.json",),
+            (),
+        ]
+    ):
+        path = tmp_path / f"{number}.pgc"
+        method = zipfile.ZIP_DEFLATED if number == 0 else zipfile.ZIP_STORED
+        with zipfile.ZipFile(path, "w", method) as made:
+            for name in names:
+                made.writestr(name, array if name.endswith("npy") else text)
+        assert "is not a zip file of" in check(path).reason
+
+
+def test_the_archive_is_an_ordinary_zip_of_ordinary_files(file, tmp_path):
+    with zipfile.ZipFile(io.BytesIO(file)) as opened:
+        assert opened.testzip() is None
+        assert tuple(opened.namelist()) == verify.MEMBERS
+        loaded = np.load(io.BytesIO(opened.read("evidence.npy")), allow_pickle=False)
+        assert json.loads(opened.read("certificate.json"))["shape"] == list(loaded.shape)
+    np.testing.assert_array_equal(loaded, read(file)[1])
+
+
+@pytest.mark.parametrize("header", [b"'<f8'", b"'|O' ", b"'>i8'"])
+def test_evidence_of_another_type_is_invalid(file, header):
+    claim, _ = read(file)
+    _, array = verify._members(file)
+    array = array.replace(b"'<i8'", header)
+    claim["digests"]["evidence"] = hashlib.sha256(array).hexdigest()
+    claim["digest"] = verify.digest_of(claim)
+    assert "must be an array of 64-bit integers" in check_bytes(verify.archive(verify.canonical(claim), array)).reason
+
+
+def test_work_without_end_is_refused(file):
+    def many(claim, _):
+        claim["windows"] = claim["windows"] * (verify.LARGEST_BOXES // len(claim["windows"]))
+        claim["defense"]["masks"] = claim["defense"]["masks"] * (verify.LARGEST_BOXES // len(claim["defense"]["masks"]))
+
+    assert "too large to check" in check_bytes(edited(file, many)).reason
+
+
+def test_an_unforeseen_error_is_a_verdict(file, monkeypatch):
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(verify, "_prove", fail)
+    assert str(check_bytes(file)) == "invalid: it cannot be read (ZeroDivisionError)"
+
+
+# -- alone -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_file_works_alone_with_numpy_only(tmp_path, file):
+    alone = tmp_path / "verify.py"
+    alone.write_text(SOURCE.read_text())
+    (tmp_path / "good.pgc").write_bytes(file)
+    (tmp_path / "bad.pgc").write_bytes(file[:-1])
+    blocked = (
+        "import runpy, sys\n"
+        "class Block:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        assert name.split('.')[0] not in ('torch', 'patchguard', 'jaxtyping', 'typer'), name\n"
+        "sys.meta_path.insert(0, Block())\n"
+        "sys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    for names, status in ((["good.pgc"], 0), (["good.pgc", "bad.pgc"], 1), (["missing.pgc"], 1), ([], 1)):
+        command = [sys.executable, "-I", "-c", blocked, str(alone), *names]
+        shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert shown.returncode == status, shown.stderr
+        lines = shown.stdout.splitlines()
+        assert [line.split(": ")[0] for line in lines] == names
+    assert check(tmp_path / "good.pgc").valid
+
+
+def test_the_module_runs_by_name(tmp_path, file):
+    (tmp_path / "good.pgc").write_bytes(file)
+    code = f"import sys, runpy; sys.argv = ['verify', {str(tmp_path / 'good.pgc')!r}]\n"
+    code += "try:\n    runpy.run_module('patchguard.verify', run_name='__main__')\n"
+    code += "except SystemExit as end:\n    assert end.code == 0\nassert 'torch' not in sys.modules\n"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_strange_name_is_shown_in_one_ascii_line(capsys):
+    assert verify.main(["a\nb\udcff.pgc"]) == 1
+    assert capsys.readouterr().out == "'a\\nb\\udcff.pgc': invalid: it cannot be opened (FileNotFoundError)\n"
+
+
+def test_class_names_cannot_break_the_line():
+    data = next(honest_files("ClippedSum", 1))
+
+    def name(claim, layers):
+        claim["class_names"] = ["line\nbreak \ud800"] * layers.shape[-3]
+
+    verdict = check_bytes(edited(data, name))
+    assert verdict.valid
+    assert "(line\\nbreak \\ud800)" in verdict.reason

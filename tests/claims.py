@@ -231,7 +231,7 @@ def uncovered() -> bytes:
         claim["evidence"]["high"], claim["units"]["bounded"] = None, False
 
     for data in honest_files("RobustMasking", 10**4):
-        claim, _ = read(data)
+        claim, _ = verify.read(data)
         masks = max((b - a) * (d - c) for a, b, c, d in claim["defense"]["masks"])
         if claim["evidence"]["high"] == 2.0 and masks < max((b - a) * (d - c) for a, b, c, d in claim["windows"]):
             break
@@ -241,7 +241,7 @@ def uncovered() -> bytes:
         claim["units"] = verify.units_of(claim["evidence"])
 
     raised = edited(data, ceiling)
-    gives = check_bytes(raised).reason.removeprefix("it claims another margin than the ").split()[0]
+    gives = verify.check_bytes(raised).reason.removeprefix("it claims another margin than the ").split()[0]
 
     def margin(claim, _):
         claim["margin"]["units"], claim["certified"] = int(gives), int(gives) > 0

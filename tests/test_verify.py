@@ -108,6 +108,25 @@ def test_a_window_that_misses_a_cell_is_invalid():
             assert not check_bytes(edited(data, shrink)).valid
 
 
+@pytest.mark.parametrize("entry", ["patch", "threshold", "masks"])
+def test_a_proof_for_another_patch_or_rule_is_not_taken(entry):
+    def change(claim, _):
+        if entry == "patch":
+            claim["patch"]["width"] = min(claim["patch"]["width"] + 1, claim["source"][1])
+        elif entry == "threshold":
+            claim["defense"]["threshold"] = "1/3"
+        else:
+            claim["defense"]["masks"] = claim["defense"]["masks"][:-1] or claim["defense"]["masks"]
+
+    refused = 0
+    for data in honest_files("RobustMasking", 60):
+        changed = edited(data, change)
+        verdict = check_bytes(changed)
+        refused += not verdict.valid
+        assert not verdict.valid or true_claim(changed)
+    assert refused > 10
+
+
 def test_unbounded_evidence_needs_masks_that_cover():
     assert "lies in no mask, and the evidence has no bound" in check_bytes(uncovered()).reason
 

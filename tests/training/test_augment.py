@@ -1,6 +1,6 @@
 import torch
 
-from patchguard.training.augment import augmented, resized_crop
+from patchguard.training.augment import augmented, recoloured, resized_crop
 
 IMAGES = torch.randint(0, 256, (40, 3, 8, 9), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
@@ -61,3 +61,13 @@ def test_mirrored_crops_are_about_half() -> None:
     crops = resized_crop(ramp, torch.Generator().manual_seed(2), area=(0.3, 1.0), flip=True)
     mirrored = (crops[:, 0, 0, 0] > crops[:, 0, 0, 63]).sum()
     assert 70 < mirrored < 130
+
+
+def test_colours_move_within_their_limits_and_differ_between_images() -> None:
+    pixels = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(3)).expand(50, 3, 8, 8)
+    moved = recoloured(pixels, torch.Generator().manual_seed(4), 0.4)
+    assert 0 <= moved.min() <= moved.max() <= 1
+    shift = (moved.mean((1, 2, 3)) - pixels.mean((1, 2, 3))).abs()
+    assert 0.05 < shift.max() <= 0.2 + 1e-3
+    assert shift.unique().numel() > 40
+    torch.testing.assert_close(recoloured(pixels, torch.Generator().manual_seed(4), 0.0), pixels)

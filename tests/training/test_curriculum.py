@@ -24,8 +24,11 @@ def test_step_one_keeps_the_windows_and_step_four_makes_six_by_six_masks_of_four
     assert max(stop - start for start, stop in masks.rows) == 14
 
 
+FINER = {"plain_share": 0.2, "mask_steps": [[0.0, 4], [0.6, 2]]}
+
+
 def test_the_warm_up_is_plain_and_masks_then_get_finer() -> None:
-    recipe = cifar10()
+    recipe = cifar10().changed(FINER)
     assert [stage.mask_step for stage in stages(recipe)] == [None, 4, 2]
     assert [stage_at(recipe, progress).mask_step for progress in (0.0, 0.19, 0.2, 0.59, 0.6, 0.99)] == [
         None,
@@ -39,7 +42,7 @@ def test_the_warm_up_is_plain_and_masks_then_get_finer() -> None:
 
 
 def test_stages_inside_the_warm_up_are_skipped_but_the_last() -> None:
-    recipe = cifar10().changed({"plain_share": 0.7})
+    recipe = cifar10().changed({**FINER, "plain_share": 0.7})
     assert [stage.mask_step for stage in stages(recipe)] == [None, 2]
     assert [stage.mask_step for stage in stages(cifar10().changed({"plain_share": 0}))] == [4, 2]
     assert [stage.mask_step for stage in stages(cifar10().changed({"plain_share": 1}))] == [None]
@@ -79,7 +82,7 @@ def test_the_default_has_at_most_six_million_parameters() -> None:
     [
         ({"epoch": 3}, "no setting 'epoch'.*epochs"),
         ({"epochs": 0}, "epochs.*at least 1"),
-        ({"epochs": 1.5}, "epochs.*like 110; got 1.5"),
+        ({"epochs": 1.5}, "epochs.*like 80; got 1.5"),
         ({"peak_rate": "high"}, "peak_rate.*like 0.3"),
         ({"flip": 1}, "flip.*like true"),
         ({"mask_steps": 4}, "mask_steps.*got 4"),

@@ -14,7 +14,7 @@ from patchguard.errors import InputError
 from patchguard.patch import Patch
 from patchguard.training import checkpoint, loop, run
 from patchguard.training.curriculum import stages
-from patchguard.training.evaluate import evaluate
+from patchguard.training.evaluate import Accuracy, evaluate
 from patchguard.training.recipe import Recipe, tiny
 from patchguard.training.trainer import Trainer
 
@@ -237,3 +237,28 @@ def test_a_network_learns_with_confidences_and_votes(kind: str) -> None:
     found = [trainer.epoch(number, 4) for number in range(4)]
     assert found[-1]["loss"] < found[0]["loss"]
     assert evaluate(trainer.guard, stripes(60, seed=9), Patch(2)).clean > 0.6
+
+
+def test_the_best_weights_on_the_way_are_kept_and_forgotten_with_a_stopped_run(tmp_path: Path) -> None:
+    model = Trainer(recipe(), stripes(96), device=CPU).guard.model
+    best = loop.Best(tmp_path)
+    assert (best.state(), best.tensors()) == (None, None)
+    for epoch, (proved, right) in enumerate([(3, 9), (5, 6), (5, 5), (4, 9)], 1):
+        model.fc.bias.fill_(epoch)
+        best.offer(model, epoch, Accuracy(Patch(2), 10, right, proved))
+    assert best.state() == {"epoch": 2, "score": [5, 6]}
+    assert set(best.tensors()["fc.bias"].tolist()) == {2.0}
+    best.forget_after(2)
+    assert best.state() is not None
+    best.forget_after(1)
+    assert best.state() is None
+
+
+def test_weights_that_certify_most_held_out_images_are_chosen() -> None:
+    trainer, data = Trainer(recipe(), stripes(96), device=CPU), stripes(60, seed=9)
+    good = Trainer(recipe(epochs=4), stripes(320), device=CPU)
+    for number in range(4):
+        good.epoch(number, 4)
+    found = run.choose_weights(trainer, data, good.guard.model.state_dict())
+    assert found["weights"] == "best"
+    assert evaluate(trainer.guard, data, Patch(2)).proved == found["before_rounding"]["best"]["proved"] > 0

@@ -72,6 +72,25 @@ def resized_crop(
     return F.grid_sample(images.float() / 255, grid, padding_mode="reflection", align_corners=False)
 
 
+def recoloured(
+    pixels: Float[Tensor, "batch 3 height width"], generator: torch.Generator, strength: float
+) -> Float[Tensor, "batch 3 height width"]:
+    """Return images with other colours.
+
+    Rule.  Drawn per image, evenly: saturation (distance from grey) and contrast (distance from the mean) are multiplied
+           by 1 - `strength` to 1 + `strength`; brightness moves by up to half of `strength`. Ends at [0, 1].
+    """
+
+    def drawn(low: float, high: float) -> Float[Tensor, "batch 1 1 1"]:
+        return low + (high - low) * torch.rand(len(pixels), 1, 1, 1, generator=generator, device=pixels.device)
+
+    grey = pixels.mean(1, keepdim=True)
+    pixels = grey + drawn(1 - strength, 1 + strength) * (pixels - grey)
+    mean = pixels.mean((1, 2, 3), keepdim=True)
+    pixels = mean + drawn(1 - strength, 1 + strength) * (pixels - mean) + drawn(-strength / 2, strength / 2)
+    return pixels.clamp(0, 1)
+
+
 def _reflected(place: Int64[Tensor, "batch size"], size: int) -> Int64[Tensor, "batch size"]:
     """Return the pixel that a place outside the image mirrors; the border pixel itself is not repeated."""
     turned = place.abs()

@@ -3,23 +3,28 @@
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
 from patchguard.data.datasets import Dataset
 from patchguard.errors import InputError
 from patchguard.training import checkpoint
 from patchguard.training.curriculum import rate, shares, stage_at
-from patchguard.training.evaluate import evaluate
+from patchguard.training.evaluate import Accuracy, evaluate
 from patchguard.training.trainer import TIMED_STEPS, Trainer
 
 logger = logging.getLogger(__name__)
 
-EVALUATIONS = 10  # on the way, in the whole run
-EVALUATED = 1000  # images of each
+EVALUATIONS = 12  # on the way, in the whole run
+EVALUATED = 2500  # images of each
 Report = Callable[[dict[str, Any]], None]
 
 
@@ -101,6 +106,8 @@ def run(
     every = max(1, planned // EVALUATIONS)
     saved = time.monotonic()
     keep_log(out, start)
+    best = Best(out)
+    best.forget_after(start)
     slowest = 0.0
     for number in range(start, planned):
         begun = time.monotonic()
@@ -116,6 +123,7 @@ def run(
         if held_out is not None and (number + 1) % every == 0 and number + 1 < planned:
             some = evaluate(trainer.guard, held_out.subset(slice(0, EVALUATED)), trainer.recipe.patch)
             record["held_out"] = some.to_json()
+            best.offer(trainer.guard.model, number + 1, some)
         now = time.monotonic()
         record |= {"seconds": now - begun, "elapsed": now - budget.started, "left": (planned - number - 1) * seconds}
         with (out / "log.jsonl").open("a") as log:
@@ -129,6 +137,48 @@ def run(
         if late and number + 1 < planned:
             return False
     return True
+
+
+@final
+@dataclass(frozen=True)
+class Best:
+    """The averaged weights that certified most held-out images on the way, in a file of their own."""
+
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        """Return where the weights lie."""
+        return self.folder / "best.safetensors"
+
+    def offer(self, model: nn.Module, epoch: int, accuracy: Accuracy) -> None:
+        """Keep the weights of `epoch` if they are better than those kept; among equals, the one with more right."""
+        score = [accuracy.proved, accuracy.right]
+        kept = self.state()
+        if kept is None or score > kept["score"]:
+            metadata = {"state": json.dumps({"epoch": epoch, "score": score})}
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+            draft = self.path.with_suffix(".draft")
+            save_file(tensors, draft, metadata=metadata)
+            os.replace(draft, self.path)
+
+    def state(self) -> dict[str, Any] | None:
+        """Return the epoch and the score of what is kept, or None."""
+        if not self.path.exists():
+            return None
+        with safe_open(self.path, "pt") as archive:
+            state: dict[str, Any] = json.loads(archive.metadata()["state"])
+            return state
+
+    def tensors(self) -> dict[str, Tensor] | None:
+        """Return the weights that are kept, or None."""
+        return load_file(self.path) if self.path.exists() else None
+
+    def forget_after(self, epoch: int) -> None:
+        """Drop what a stopped run kept after its last checkpoint."""
+        kept = self.state()
+        if kept is not None and kept["epoch"] > epoch:
+            self.path.unlink()
 
 
 def on_device(data: Dataset, trainer: Trainer) -> Dataset:

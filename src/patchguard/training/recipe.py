@@ -42,7 +42,8 @@ class Recipe:
     or votes. With `regions` above 0, an ablation learns from so many random regions of each image in place of all.
     `initial` and `teacher` name trained models: weights to start from, and one whose softened answers (logits divided
     by `temperature`) make up the share `trust` of what is to be learned. `input_side` is what images are resized to.
-    Crops shift by up to `pad` pixels; `crop`, for photos, is the range of the area that a crop takes.
+    Crops shift by up to `pad` pixels; `crop`, for photos, is the range of the area that a crop takes; `colour` is how
+    far colours move.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Recipe:
     crop: tuple[float, float] | None = None
     flip: bool = True
     cutout: int = 0
+    colour: float = 0.0
     held_out: int = 5000
     seed: int = 0
 
@@ -96,7 +98,7 @@ class Recipe:
             _number(self, name, least=0, whole=True)
         for name in ("peak_rate", "weight_decay", "drift"):
             _number(self, name, least=0)
-        for name in ("plain_share", "warm_up", "momentum", "label_smoothing", "ema", "trust"):
+        for name in ("plain_share", "warm_up", "momentum", "label_smoothing", "ema", "trust", "colour"):
             _number(self, name, least=0, most=1.0)
         if self.momentum >= 1 or self.ema >= 1 or self.warm_up >= 1:
             raise InputError("`momentum`, `ema` and `warm_up` must lie below 1.")
@@ -206,9 +208,14 @@ def cifar10() -> Recipe:
         model_settings={"field": 7, "widths": [192, 384, 384, 768, 768, 768]},
         drift=1e-3,
         weights={"double_masking": 0.7, "plain": 0.3},
-        mask_steps=((0.0, 4), (0.6, 2)),
+        plain_share=0.15,
+        mask_steps=((0.0, 4), (0.8, 2)),
         teacher="cifar10_resnet18",
-        epochs=110,
+        # Without these the network knows every training image by heart long before the end.
+        weight_decay=1e-3,
+        cutout=10,
+        colour=0.4,
+        epochs=80,
     )
 
 
@@ -225,8 +232,11 @@ def cifar10_mask_srf() -> Recipe:
         mask_steps=((0.0, 4), (0.6, 2)),
         initial="cifar10",
         teacher="cifar10_resnet18",
+        weight_decay=1e-3,
+        cutout=10,
+        colour=0.4,
         peak_rate=0.1,
-        epochs=30,
+        epochs=20,
     )
 
 

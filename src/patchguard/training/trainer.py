@@ -17,7 +17,7 @@ from patchguard.guard import Guard
 from patchguard.models.ablation import Ablation
 from patchguard.runtime import derived_seed
 from patchguard.training import losses
-from patchguard.training.augment import augmented, resized_crop
+from patchguard.training.augment import augmented, recoloured, resized_crop
 from patchguard.training.curriculum import Stage, coarse, rate, stage_at, stages
 from patchguard.training.recipe import Recipe
 
@@ -118,8 +118,10 @@ class Trainer:
     def _augmented(self, images: Tensor, generator: torch.Generator) -> Tensor:
         recipe = self.recipe
         if recipe.crop is not None:
-            return resized_crop(images, generator, area=recipe.crop, flip=recipe.flip)
-        return augmented(images, generator, pad=recipe.pad, flip=recipe.flip, cutout=recipe.cutout)
+            pixels = resized_crop(images, generator, area=recipe.crop, flip=recipe.flip)
+        else:
+            pixels = augmented(images, generator, pad=recipe.pad, flip=recipe.flip, cutout=recipe.cutout)
+        return recoloured(pixels, generator, recipe.colour) if recipe.colour > 0 else pixels
 
     def _local_logits(self, pixels: Tensor, generator: torch.Generator) -> Tensor:
         """Return the map of local logits, or one row of cells for the regions that are shown."""

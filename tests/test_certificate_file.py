@@ -180,6 +180,19 @@ def test_evidence_may_differ_within_the_drift_and_no_further(written):
     assert "more than the drift allows" in difference(sealed(claim, moved), srf_guard(), image(16))
 
 
+def test_votes_called_sure_that_drift_could_take_away_are_noticed(tmp_path):
+    guard, pixels = replace(band_guard(), evidence=Evidence(kind="vote", drift=0.3)), image(32)
+    certificate_file.write(tmp_path / "image.pgc", guard, pixels, Patch(2))
+    claim, layers = verify.read((tmp_path / "image.pgc").read_bytes())
+    assert difference(sealed(claim, layers), guard, pixels) is None
+    assert (layers[1] < layers[2]).any()  # there are votes that drift could change
+    for layer, value in ((1, layers[0]), (2, layers[0])):
+        forged = layers.copy()
+        forged[layer] = value
+        assert (forged != layers).any()
+        assert "more than the drift allows" in difference(sealed(claim, forged), guard, pixels)
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 

@@ -272,8 +272,9 @@ def difference(data: bytes, guard: Guard[Any], image: Image) -> str | None:
 
     Everything in the file that rests on the network is made anew: the digests, the settings, the field (traced; it
     must be equal) and the evidence. The evidence must lie within the drift that the certificate tolerates in every
-    cell, so equal where the drift is 0; votes must lie between the sure and the possible ones. On the machine that
-    wrote the file it is equal.
+    cell, so equal where the drift is 0. Of votes, the file must count none as sure and leave none out as possible that
+    drift could change here: what it proves then holds for the evidence made here. On the machine that wrote the file
+    it is equal.
     """
     claim, layers = verify.read(data)
     pixels = eight_bit(image)
@@ -287,8 +288,7 @@ def difference(data: bytes, guard: Guard[Any], image: Image) -> str | None:
     if claim["defense"] != rule_to_json(guard.defense):
         return "its defense, or the masks of its defense, are not the model's"
     if claim["digests"]["model"] != zoo.digest(guard):
-        known = "" if claim["package"] == __version__ else f", or was written by release {claim['package']}"
-        return f"it is about a model with other weights or settings{known}"
+        return "it is about a model with other weights or settings"
     field = guard.field(height, width)
     if claim["field"] != field_to_json(field) or claim["wrap"] != [field.rows.wrap, field.columns.wrap]:
         return "its field is not the one traced from the model"
@@ -296,9 +296,12 @@ def difference(data: bytes, guard: Guard[Any], image: Image) -> str | None:
     here = evidence.values[0].cpu().numpy()
     drift = claim["units"]["drift"] or 0
     values, lower, upper = layers if layers.ndim == 4 else (layers, layers - drift, layers + drift)
+    least, most = (
+        (each[0].cpu().numpy() for each in (evidence.lower, evidence.upper)) if layers.ndim == 4 else (here, here)
+    )
     if here.shape != values.shape or not bool(evidence.finite.all()):
         return "the model gives no such evidence for this image"
-    if not bool(((lower <= here) & (here <= upper)).all()):
+    if not bool(((lower <= least) & (most <= upper)).all()):
         return (
             f"the model gives other evidence for this image: up to {int(abs(here - values).max())} units apart, "
             "more than the drift allows"

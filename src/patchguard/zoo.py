@@ -172,8 +172,13 @@ def save(guard: Guard[Any], path: str | Path, *, recipe: Mapping[str, Any] | Non
 
 
 def digest(guard: Guard[Any]) -> str:
-    """Return the SHA-256 of everything that makes the Guard's answers: tensors and settings, without the recipe."""
-    return _digest(_stored(guard.model, half=False), _canonical(_config(guard, None, half=False)))
+    """Return the SHA-256 of everything that makes the Guard's answers: tensors and settings.
+
+    Neither the recipe nor the release of this package is part of it.
+    """
+    settings = _config(guard, None, half=False)
+    del settings["patchguard"]
+    return _digest(_stored(guard.model, half=False), _canonical(settings))
 
 
 def inspect(path: str | Path) -> dict[str, Any]:

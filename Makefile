@@ -1,11 +1,19 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test check bench format clean
+.PHONY: demo test check bench docs format clean
+
+# The embedded model on the embedded 500 images: a table here, and runs/cifar10-sample/report.html.
+demo: .venv/package
+	$(BIN)/patchguard certify --patch 5 --patch 2
 
 # constraints.txt keeps torch at a release whose CPU build is small; drop it to install a CUDA build.
-.venv/installed: pyproject.toml constraints.txt
+.venv/package: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+.venv/installed: .venv/package
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
@@ -20,6 +28,9 @@ check: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/certify_speed.py
+
+docs: .venv/installed
+	$(BIN)/python docs/make_cli.py
 
 format: .venv/installed
 	$(BIN)/ruff format .

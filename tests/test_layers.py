@@ -36,6 +36,7 @@ LAYERS = [
     {"experiments"},
     {"commands"},
     {"cli", "server"},
+    {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

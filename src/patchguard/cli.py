@@ -12,6 +12,7 @@ from patchguard import __version__
 from patchguard.commands.audit import audit
 from patchguard.commands.data import app as data
 from patchguard.commands.models import models
+from patchguard.commands.report import report
 from patchguard.commands.verify import verify
 from patchguard.errors import InputError
 
@@ -58,6 +59,7 @@ def options(
 app.command(epilog="Example: patchguard models")(models)
 app.command(epilog="Example: patchguard audit --model bagnet17 --size 224x300")(audit)
 app.add_typer(data, name="data")
+app.command(epilog="Example: patchguard report runs/sample runs/photos")(report)
 app.command(epilog="Example: patchguard verify cat.pgc --model cifar10 --image cat.png")(verify)
 
 

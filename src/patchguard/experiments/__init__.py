@@ -1,0 +1,1 @@
+"""Runs over datasets: records, metrics and the report."""

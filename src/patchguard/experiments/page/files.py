@@ -1,0 +1,374 @@
+"""What the report reads from a run folder, checked entry by entry; neither torch, model nor data are needed."""
+
+import json
+import math
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from patchguard.errors import InputError
+
+FAILURES_SHOWN = 10
+MARGIN_GROUPS = ("certified", "proved", "not_certified", "not_proved", "wrong")
+
+
+@final
+@dataclass(frozen=True)
+class Entry:
+    """A value of a JSON file that knows its place, so that a wrong one can be named."""
+
+    value: Any
+    place: str
+
+    def at(self, key: str) -> "Entry":
+        """Return the value under a key that must be there."""
+        if key not in self.entries():
+            raise self.wrong(f"an object with the entry {key!r}")
+        return Entry(self.value[key], f"{self.place}: {key}" if self.place.endswith(".json") else f"{self.place}.{key}")
+
+    def get(self, key: str) -> "Entry | None":
+        """Return the value under a key, or None where it is missing or null."""
+        return self.at(key) if self.entries().get(key) is not None else None
+
+    def entries(self) -> dict[str, Any]:
+        """Return an object's entries."""
+        if not isinstance(self.value, dict):
+            raise self.wrong("an object")
+        return self.value
+
+    def items(self) -> Iterator[tuple[str, "Entry"]]:
+        """Return the entries of an object in their order."""
+        return ((key, self.at(key)) for key in self.entries())
+
+    def members(self) -> list["Entry"]:
+        """Return the members of a list."""
+        if not isinstance(self.value, list):
+            raise self.wrong("a list")
+        return [Entry(value, f"{self.place}[{place}]") for place, value in enumerate(self.value)]
+
+    def text(self) -> str:
+        """Return text."""
+        if not isinstance(self.value, str):
+            raise self.wrong("text")
+        return self.value
+
+    def flag(self) -> bool:
+        """Return true or false."""
+        if not isinstance(self.value, bool):
+            raise self.wrong("true or false")
+        return self.value
+
+    def whole(self) -> int:
+        """Return a whole number of at least 0."""
+        if isinstance(self.value, bool) or not isinstance(self.value, int) or self.value < 0:
+            raise self.wrong("a whole number of at least 0")
+        return self.value
+
+    def number(self) -> float:
+        """Return a number; infinite ones are margins of rules that prove nothing."""
+        if isinstance(self.value, bool) or not isinstance(self.value, (int, float)) or math.isnan(self.value):
+            raise self.wrong("a number")
+        return float(self.value)
+
+    def wholes(self, length: int) -> tuple[int, ...]:
+        """Return a list of so many whole numbers."""
+        found = tuple(member.whole() for member in self.members())
+        if len(found) != length:
+            raise self.wrong(f"{length} whole numbers")
+        return found
+
+    def wrong(self, wanted: str) -> InputError:
+        """Return the error that says what this value must be."""
+        got = repr(self.value)
+        return InputError(
+            f"`{self.place}` must be {wanted}; got {got if len(got) < 60 else got[:57] + '...'}. "
+            "Let `patchguard certify` write the folder again."
+        )
+
+
+@final
+@dataclass(frozen=True)
+class Share:
+    """So many of so many, and a 95 % interval."""
+
+    right: int
+    of: int
+    share: float
+    low: float
+    high: float
+
+    @classmethod
+    def read(cls, entry: Entry) -> "Share":
+        """Return the share that an entry of summary.json holds."""
+        rates = [entry.at(key).number() for key in ("share", "low", "high")]
+        if not all(0 <= rate <= 1 for rate in rates):
+            raise entry.wrong("shares from 0 to 1")
+        return cls(entry.at("right").whole(), entry.at("of").whole(), *rates)
+
+
+@final
+@dataclass(frozen=True)
+class Against:
+    """What was measured for one patch. Without true labels, only `proved` is known."""
+
+    clean: Share | None
+    certified: Share | None
+    proved: Share
+    masks: str
+
+    @property
+    def main(self) -> Share:
+        """The number that counts: certified accuracy, or without true labels the share proved."""
+        return self.certified or self.proved
+
+
+@final
+@dataclass(frozen=True)
+class ClassCount:
+    """Images of one true class: how many, labelled rightly, and certified per patch."""
+
+    name: str
+    of: int
+    clean: int
+    certified: dict[str, int]
+
+    def share(self, patch: str) -> float:
+        """Share of the class that is certified."""
+        return self.certified.get(patch, 0) / self.of if self.of else 0.0
+
+
+@final
+@dataclass(frozen=True)
+class Margins:
+    """A histogram: counts per group between consecutive edges."""
+
+    edges: list[float]
+    groups: dict[str, list[int]]
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """A finished run, as its folder tells it."""
+
+    folder: Path
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+    images: int
+    errors: int
+    labelled: bool
+    undefended: Share | None
+    patches: dict[str, Against]
+    kept: dict[int, Share]
+    refitted: dict[int, Share]
+    refitted_clean: dict[int, Share]
+    classes: list[ClassCount]
+    margins: dict[str, Margins]
+    seconds: dict[str, float]
+    failures: list[tuple[str, str]]
+
+    @property
+    def patch(self) -> str:
+        """The patch that the page is mainly about: the first."""
+        return next(iter(self.patches))
+
+    @property
+    def main(self) -> Share:
+        """The number that the headline tells."""
+        return self.patches[self.patch].main
+
+    @property
+    def measure(self) -> str:
+        """What the main number is called."""
+        return "certified accuracy" if self.labelled else "labels proved"
+
+    def class_name(self, number: int) -> str:
+        """Return the name of a class, or its number where it has none."""
+        names = self.settings.get("class_names") or []
+        return str(names[number]) if number < len(names) else f"class {number}"
+
+
+def read_run(folder: Path) -> Run:
+    """Return the finished run in a folder; refuse an unfinished or damaged one."""
+    run = _json(folder, "run.json", f"`{folder}` must be a folder that `patchguard certify --out` has written")
+    summary = _json(
+        folder,
+        "summary.json",
+        f"`{folder}` must hold a finished run; start it again with the same settings and it goes on where it was",
+    )
+    _check_format(run)
+    _check_format(summary)
+    settings = run.at("settings")
+    chosen = [name.text() for name in settings.at("patches").members()]
+    measured = {name: _against(entry) for name, entry in summary.at("patches").items()}
+    if not measured or set(chosen) != set(measured):
+        raise summary.at("patches").wrong("an object with one entry per patch of run.json")
+    curve = summary.get("curve")
+    kept, refitted = (curve.get("kept"), curve.get("refitted")) if curve else (None, None)
+    undefended, classes, seconds = summary.get("undefended"), summary.get("classes"), summary.get("seconds")
+    margins, environment = summary.get("margins"), run.get("environment")
+    errors = summary.at("errors").whole()
+    return Run(
+        folder=folder,
+        settings=settings.entries(),
+        environment=environment.entries() if environment else {},
+        images=summary.at("images").whole(),
+        errors=errors,
+        labelled=summary.at("labelled").flag(),
+        undefended=Share.read(undefended) if undefended else None,
+        patches={name: measured[name] for name in chosen},
+        kept=_curve(kept, ("certified", "proved")),
+        refitted=_curve(refitted, ("certified", "proved")),
+        refitted_clean=_curve(refitted, ("clean",)),
+        classes=[_class_count(entry) for entry in classes.members()] if classes else [],
+        margins={name: _margins(entry) for name, entry in margins.items()} if margins else {},
+        seconds={name: entry.number() for name, entry in seconds.items()} if seconds else {},
+        failures=_failures(folder, errors),
+    )
+
+
+def _json(folder: Path, name: str, otherwise: str) -> Entry:
+    path = folder / name
+    try:
+        return Entry(json.loads(path.read_bytes()), str(path))
+    except FileNotFoundError:
+        raise InputError(f"{otherwise}; {name} is missing.") from None
+    except OSError as error:
+        raise InputError(f"`{path}` cannot be read: {error.strerror or error}.") from None
+    except (ValueError, RecursionError):
+        raise InputError(f"`{path}` is damaged: it is not JSON. Let `patchguard certify` write it again.") from None
+
+
+def _check_format(file: Entry) -> None:
+    if file.at("format").value != 1:
+        raise file.at("format").wrong("1, the format that this release knows")
+
+
+def _against(entry: Entry) -> Against:
+    clean, certified, masks = entry.get("clean"), entry.get("certified"), entry.get("masks")
+    return Against(
+        clean=Share.read(clean) if clean else None,
+        certified=Share.read(certified) if certified else None,
+        proved=Share.read(entry.at("proved")),
+        masks=masks.text() if masks else "own",
+    )
+
+
+def _curve(curve: Entry | None, words: tuple[str, ...]) -> dict[int, Share]:
+    """Return the shares of a curve by side; they stand under one of the words, or for `kept` alone."""
+    found = {}
+    for side, entry in curve.items() if curve else ():
+        if not side.isdecimal():
+            raise entry.wrong("under the side of a patch, in pixels")
+        place = (
+            entry if "right" in entry.entries() else next((entry.at(word) for word in words if entry.get(word)), None)
+        )
+        if place is not None and ("clean" not in words or place is not entry):
+            found[int(side)] = Share.read(place)
+    return dict(sorted(found.items()))
+
+
+def _class_count(entry: Entry) -> ClassCount:
+    certified = {patch: number.whole() for patch, number in entry.at("certified").items()}
+    return ClassCount(entry.at("name").text(), entry.at("of").whole(), entry.at("clean").whole(), certified)
+
+
+def _margins(entry: Entry) -> Margins:
+    edges = [edge.number() for edge in entry.at("edges").members()]
+    bins = max(0, len(edges) - 1)
+    groups = {name: list(entry.at(name).wholes(bins)) for name in MARGIN_GROUPS if entry.get(name)}
+    if edges != sorted(edges):
+        raise entry.at("edges").wrong("in ascending order")
+    return Margins(edges, groups)
+
+
+def _failures(folder: Path, errors: int) -> list[tuple[str, str]]:
+    """Return name and reason of the first images that could not be read; the summary only counts them."""
+    found: list[tuple[str, str]] = []
+    for path in sorted(folder.glob("records-*.jsonl")) if errors else []:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                if '"error"' not in line:
+                    continue
+                try:
+                    record = json.loads(line)
+                except ValueError:
+                    continue  # the torn last line of a run that was stopped
+                if isinstance(record, dict) and "error" in record:
+                    found.append((str(record.get("name")), str(record["error"])))
+                if len(found) == min(errors, FAILURES_SHOWN):
+                    return found
+    return found
+
+
+# -- gallery -----------------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Picture:
+    """One image of the gallery: pixels (height, width, 3), evidence of label and rival (rows, columns), and places."""
+
+    index: int
+    name: str
+    group: str
+    label: int
+    target: int | None
+    margin: float
+    rival: int
+    size: tuple[int, ...]
+    grid: tuple[int, ...]
+    window: tuple[int, ...] | None
+    box: tuple[int, ...] | None
+    mask: tuple[int, ...] | None
+    pixels: npt.NDArray[np.uint8]
+    evidence: npt.NDArray[np.float32]
+    rival_evidence: npt.NDArray[np.float32]
+
+
+def read_gallery(folder: Path) -> list[Picture]:
+    """Return the pictures of a run folder."""
+    wanted = f"`{folder}` must hold the pictures of its run; let `patchguard certify` write them again"
+    entries = _json(folder, "gallery.json", wanted).members()
+    path = folder / "gallery.npz"
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return [_picture(entry, place, archive, path) for place, entry in enumerate(entries)]
+    except FileNotFoundError:
+        raise InputError(f"{wanted}; gallery.npz is missing.") from None
+    except InputError:
+        raise
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        raise InputError(f"`{path}` is damaged: {error}. Let `patchguard certify` write it again.") from None
+
+
+def _picture(entry: Entry, place: int, archive: Any, path: Path) -> Picture:
+    pixels, evidence, rival = (np.asarray(archive[f"{name}_{place}"]) for name in ("image", "evidence", "rival"))
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
+        raise InputError(f"`{path}`: image_{place} must be 8-bit pixels (height, width, 3); got {pixels.shape}.")
+    if evidence.ndim != 2 or evidence.shape != rival.shape or 0 in evidence.shape:
+        raise InputError(f"`{path}`: evidence_{place} and rival_{place} must be maps of one shape (rows, columns).")
+    boxes = {name: found.wholes(4) if (found := entry.get(name)) else None for name in ("window", "box", "mask")}
+    target, size, grid = entry.get("target"), entry.at("size").wholes(2), entry.at("grid").wholes(2)
+    if 0 in (*size, *grid):
+        raise entry.wrong("an image of at least one pixel and one cell")
+    return Picture(
+        index=entry.at("index").whole(),
+        name=entry.at("name").text(),
+        group=entry.at("group").text(),
+        label=entry.at("label").whole(),
+        target=target.whole() if target else None,
+        margin=entry.at("margin").number(),
+        rival=entry.at("rival").whole(),
+        size=size,
+        grid=grid,
+        pixels=pixels,
+        evidence=evidence.astype(np.float32),
+        rival_evidence=rival.astype(np.float32),
+        **boxes,
+    )

@@ -1,0 +1,107 @@
+"""`write`: report.html from the files of finished runs alone; neither torch, model nor data are needed.
+
+The page is one file that opens offline: styles, charts and pictures are inside, and there are no scripts.
+"""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from patchguard.errors import InputError
+from patchguard.experiments.page import cards, comparison, notes, results
+from patchguard.experiments.page.files import Picture, Run, read_gallery, read_run
+from patchguard.experiments.page.markup import Markup, join, tag
+from patchguard.experiments.page.numbers import count
+
+NAME = "report.html"
+
+
+def write(folders: Sequence[Path]) -> Path:
+    """Write report.html into the first folder and return its path.
+
+    One folder gives the report of that run. Several give a comparison: one row per run, curves overlaid.
+    """
+    if not folders:
+        raise InputError("`folders` must name at least one run folder; got none.")
+    runs = [read_run(Path(folder)) for folder in folders]
+    page = of_runs(runs) if len(runs) > 1 else of_run(runs[0], read_gallery(runs[0].folder))
+    path = runs[0].folder / NAME
+    try:
+        _replace(path, page)
+    except OSError as error:
+        raise InputError(f"`{path}` cannot be written: {error.strerror or error}.") from None
+    return path
+
+
+def of_run(run: Run, pictures: Sequence[Picture]) -> str:
+    """Return the page of one run."""
+    figures = [results.curve(run), *results.margins(run)]
+    drawn = [figure for figure in figures if figure is not None]
+    sections = [
+        ("results", "Results", tag("div", results.table(run), class_="wide") if run.main.of else None),
+        ("charts", "Patch size and margins", tag("div", *drawn, class_="columns") if drawn else None),
+        ("classes", "Classes", results.classes(run)),
+        ("pictures", "Pictures", cards.gallery(run, pictures)),
+        ("failures", "Images that could not be read", notes.failures(run)),
+        ("settings", "Settings and environment", notes.settings(run)),
+        ("proof", "What this proves and what it does not", notes.proof(run)),
+        ("check", "How to check a certificate", notes.check(run)),
+    ]
+    about = [str(run.settings.get(key)) for key in ("model", "defense", "data") if run.settings.get(key)]
+    kicker = " \u00b7 ".join(["PatchGuard report", *about, count(run.images, "image")])
+    return _page(kicker, results.headline(run), results.opening(run), sections, run)
+
+
+def of_runs(runs: Sequence[Run]) -> str:
+    """Return the page that compares runs."""
+    sections = [
+        ("runs", "Runs", comparison.table(runs)),
+        ("charts", "Patch size", comparison.curves(runs)),
+        ("differences", "Settings that differ", comparison.differences(runs)),
+        ("proof", "What this proves and what it does not", notes.limits()),
+    ]
+    kicker = f"PatchGuard comparison \u00b7 {len(runs)} runs"
+    return _page(kicker, comparison.headline(runs), comparison.opening(runs), sections, runs[0])
+
+
+def _page(
+    kicker: str, headline: Markup, opening: Markup, sections: Sequence[tuple[str, str, Markup | None]], run: Run
+) -> str:
+    filled = [(identity, title, content) for identity, title, content in sections if content is not None]
+    links = (tag("a", title, href=f"#{identity}") for identity, title, _ in filled)
+    style = Path(__file__).with_name("page").joinpath("page.css").read_text(encoding="utf-8")
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("title", kicker),
+        tag("style", Markup(style)),
+    )
+    version = run.environment.get("patchguard")
+    body = tag(
+        "body",
+        tag("header", tag("p", kicker, class_="kicker"), tag("h1", headline), opening),
+        tag("nav", *links, aria_label="Sections"),
+        tag("main", *(_section(*each) for each in filled)),
+        tag("footer", tag("p", f"Written by PatchGuard{f' {version}' if version else ''} from the files of the run.")),
+    )
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _section(identity: str, title: str, content: Markup) -> Markup:
+    return join(tag("section", tag("h2", title, id=f"{identity}-title"), content, id=identity), Markup("\n"))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all: a browser that is looking at the old one never sees half of the new one."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -15,6 +15,13 @@ from patchguard.experiments.page.markup import Markup, join, tag
 from patchguard.experiments.page.numbers import count
 
 NAME = "report.html"
+SHORT = {
+    "charts": "Charts",
+    "failures": "Unread images",
+    "settings": "Settings",
+    "proof": "What it proves",
+    "check": "How to check",
+}
 
 
 def write(folders: Sequence[Path]) -> Path:
@@ -69,7 +76,7 @@ def _page(
     kicker: str, headline: Markup, opening: Markup, sections: Sequence[tuple[str, str, Markup | None]], run: Run
 ) -> str:
     filled = [(identity, title, content) for identity, title, content in sections if content is not None]
-    links = (tag("a", title, href=f"#{identity}") for identity, title, _ in filled)
+    links = (tag("a", SHORT.get(identity, title), href=f"#{identity}") for identity, title, _ in filled)
     style = Path(__file__).with_name("page").joinpath("page.css").read_text(encoding="utf-8")
     head = tag(
         "head",

@@ -73,7 +73,7 @@ def _key() -> Markup:
     ]
     swatches = []
     for name, words in entries:
-        mark = tag("svg", _rectangle(2, 2, 16, 10, name), viewBox="0 0 20 14", class_="swatch", aria_hidden="true")
+        mark = tag("svg", _rectangle(3, 3, 26, 14, name), viewBox="0 0 32 20", class_="swatch", aria_hidden="true")
         swatches.append(tag("li", mark, words))
     return tag("ul", *swatches, class_="legend key")
 
@@ -81,7 +81,7 @@ def _key() -> Markup:
 def _card(run: Run, picture: Picture, colour: str) -> Markup:
     height, width = picture.size
     label, rival = run.class_name(picture.label), run.class_name(picture.rival)
-    strongest = max(float(np.abs(_finite(each)).max()) for each in (picture.evidence, picture.rival_evidence))
+    strongest = _strongest(picture)
     small = "pixelated" if max(picture.pixels.shape) < SMOOTH_FROM else None
     shown = tag("img", src=_png(picture.pixels), alt=_described(picture, label), class_=small)
     maps = [
@@ -99,10 +99,10 @@ def _described(picture: Picture, label: str) -> str:
 
 
 def _caption(run: Run, picture: Picture, label: str, rival: str) -> Markup:
-    if picture.target is None or picture.target == picture.label:
-        truth = None
-    else:
-        truth = tag("span", f"truth: {run.class_name(picture.target)}", class_="truth")
+    truth = None
+    if picture.target is not None:
+        look = "truth" if picture.target != picture.label else None
+        truth = tag("span", f"truth: {run.class_name(picture.target)}", class_=look)
     facts = tag(
         "span", f"margin{SPACE}", tag("b", short(picture.margin)), " \u00b7 rival ", tag("b", rival), class_="facts"
     )
@@ -140,13 +140,19 @@ def _rectangle(x: float, y: float, width: float, height: float, name: str) -> Ma
     return join(tag("rect", **place, class_="casing"), tag("rect", **place, class_=name))
 
 
+def _strongest(picture: Picture) -> float:
+    """Return the evidence that gets full colour: all but the strongest 2 % of cells stay below it."""
+    levels = np.abs(_finite(np.stack([picture.evidence, picture.rival_evidence])))
+    return float(np.quantile(levels, 0.98)) or float(levels.max()) or 1.0
+
+
 def _finite(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _heat(values: npt.NDArray[np.float32], strongest: float) -> npt.NDArray[np.uint8]:
     """Return evidence as colours with opacity (rows, columns, 4)."""
-    level = _finite(values) / (strongest or 1.0)
+    level = np.clip(_finite(values) / strongest, -1, 1)
     colours = np.zeros((*values.shape, 4), dtype=np.uint8)
     colours[..., :3] = np.where(level[..., None] >= 0, WARM, COOL)
     colours[..., 3] = np.round(255 * STRONGEST * np.abs(level))

@@ -197,7 +197,7 @@ def _nice(low: float, high: float, wanted: int, *, whole: bool = False) -> list[
     """Return round values from `low` to `high`, about as many as wanted."""
     reach = (high - low) or 1.0
     power = 10.0 ** math.floor(math.log10(reach / wanted))
-    step = next(power * factor for factor in (1, 2, 5, 10) if reach / (power * factor) <= wanted + 1)
+    step = next(power * factor for factor in (1, 2, 5, 10) if reach / (power * factor) <= wanted + 2)
     if whole:
         step = max(1.0, math.ceil(step))
     first, last = math.ceil(low / step), math.floor(high / step + (0.999 if whole else 1e-9))

@@ -18,7 +18,8 @@ def escape(value: object) -> Markup:
     if isinstance(value, Markup):
         return value
     # Names of files may hold anything, even halves of characters that no encoding can write.
-    return Markup(html.escape("".join(letter if letter.isprintable() else "\ufffd" for letter in str(value))))
+    shown = (letter if letter.isprintable() or letter == "\u00a0" else "\ufffd" for letter in str(value))
+    return Markup(html.escape("".join(shown)))
 
 
 def tag(name: str, /, *children: object, **attributes: object) -> Markup:
@@ -32,6 +33,12 @@ def tag(name: str, /, *children: object, **attributes: object) -> Markup:
             written.append(f'{key}="{escape(value)}"')
     opening = f"<{' '.join(written)}>"
     return Markup(opening) if name in _VOID else Markup(f"{opening}{join(*children)}</{name}>")
+
+
+def prose(text: str) -> Markup:
+    """Return text in which `words between backquotes` are code."""
+    pieces = text.split("`")
+    return join(*(tag("code", piece) if place % 2 else piece for place, piece in enumerate(pieces)))
 
 
 def join(*children: object) -> Markup:

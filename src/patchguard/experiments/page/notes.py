@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from patchguard.experiments.page.files import Run
-from patchguard.experiments.page.markup import Markup, join, tag
+from patchguard.experiments.page.markup import Markup, join, prose, tag
 from patchguard.experiments.page.numbers import count, percent, short, size
 from patchguard.experiments.page.results import detects, harm
 
@@ -75,11 +75,13 @@ def proof(run: Run) -> Markup:
         no.append(("Not one classifier for all.", f"{about} Its labels may differ."))
     return tag(
         "div",
-        tag("div", tag("h3", "It proves"), tag("ul", *(tag("li", words) for words in yes)), class_="panel is-yes"),
+        tag(
+            "div", tag("h3", "It proves"), tag("ul", *(tag("li", prose(words)) for words in yes)), class_="panel is-yes"
+        ),
         tag(
             "div",
             tag("h3", "It does not prove"),
-            tag("ul", *(tag("li", tag("b", first), " ", rest) for first, rest in no)),
+            tag("ul", *(tag("li", tag("b", first), " ", prose(rest)) for first, rest in no)),
             class_="panel is-no",
         ),
         class_="columns",
@@ -111,14 +113,14 @@ def check(run: Run) -> Markup:
     first = (
         "This run wrote one certificate file (.pgc) per image. Nobody has to trust this page:"
         if written
-        else "This run wrote no certificate files. Run it again with --certificates DIR to get one (.pgc) per image, "
+        else "This run wrote no certificate files. Run it again with `--certificates DIR` to get one (.pgc) per image, "
         "which others can check without trusting this page:"
     )
     items = (
         tag("li", tag("b", title), " ", words, tag("pre", tag("code", Markup(_lines(code)))))
         for title, words, code in steps
     )
-    return join(tag("p", first), tag("ol", *items, class_="steps"))
+    return join(tag("p", prose(first)), tag("ol", *items, class_="steps"))
 
 
 def _lines(code: str) -> str:
@@ -211,7 +213,9 @@ def limits() -> Markup:
     """Return the note of a comparison; the report of a single run says it in full."""
     return tag(
         "p",
-        "A certified image is one whose right label no such patch can change, wherever it lies and whatever it shows. "
-        "This says nothing about images that already carried a patch, about larger patches, or about wrong labels. "
-        "`patchguard report DIR` with one folder says in full what its run proves and what it does not.",
+        prose(
+            "A certified image is one whose right label no such patch can change, wherever it lies and whatever it "
+            "shows. This says nothing about images that already carried a patch, larger patches, or wrong labels. "
+            "`patchguard report DIR` with one folder says in full what its run proves and what it does not."
+        ),
     )

@@ -157,7 +157,8 @@ def curve(run: Run) -> Markup | None:
         "another classifier for each size, whose labels may differ. Bands are 95 % intervals."
     )
     numbers = curve_table([(line.name, line.points) for line in lines])
-    return tag("figure", drawn, legend(entries), tag("figcaption", note), numbers, class_="plot")
+    heading = tag("h3", f"{run.measure.capitalize()} by patch size")
+    return tag("figure", heading, drawn, legend(entries), tag("figcaption", note), numbers, class_="plot")
 
 
 def curve_table(lines: Sequence[tuple[str, dict[int, Share]]]) -> Markup:

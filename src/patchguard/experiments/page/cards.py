@@ -20,7 +20,8 @@ GROUPS = {
 }
 # Warm where a cell speaks for the class, cool where it speaks against it; both are seen on light and dark pictures.
 WARM, COOL = (255, 72, 0), (0, 110, 255)
-STRONGEST = 0.78  # opacity of the strongest cell: the picture stays visible below it
+STRONGEST = 0.72  # opacity of the strongest cell: the picture stays visible below it
+FADING = 1.4  # above 1, weak cells fade faster than strong ones and leave the picture clear
 SMOOTH_FROM = 128  # pixels; smaller pictures are shown with square pixels instead of a blur
 
 
@@ -46,7 +47,7 @@ def _introduction(run: Run) -> Markup:
         "A random draw of images. Colour shows how strongly each cell of the network speaks for the label (warm) or "
         f"against it (cool), on one scale per picture. The attack that comes closest is a {threat(run.patch)} at "
         "the marked place, which corrupts the cells of the weakest window. Cells are drawn evenly over the picture; "
-        "each of them reads a small box of pixels around its place.",
+        "each of them reads a small box of pixels around its place. Point at a picture to see it alone.",
     )
 
 
@@ -155,7 +156,7 @@ def _heat(values: npt.NDArray[np.float32], strongest: float) -> npt.NDArray[np.u
     level = np.clip(_finite(values) / strongest, -1, 1)
     colours = np.zeros((*values.shape, 4), dtype=np.uint8)
     colours[..., :3] = np.where(level[..., None] >= 0, WARM, COOL)
-    colours[..., 3] = np.round(255 * STRONGEST * np.abs(level))
+    colours[..., 3] = np.round(255 * STRONGEST * np.abs(level) ** FADING)
     return colours
 
 

@@ -9,6 +9,12 @@ from patchguard.experiments.page.notes import flattened
 from patchguard.experiments.page.numbers import count, interval, percent, threat
 from patchguard.experiments.page.results import curve_table, scroll
 
+KEPT, REFITTED = "Masks kept", "Masks refitted to each size"
+NOTES = {
+    KEPT: "The classifiers as they are; sizes that their masks do not cover count as not certified.",
+    REFITTED: "Another classifier for each size, whose labels may differ.",
+}
+
 
 def names(runs: Sequence[Run]) -> list[str]:
     """Return a different name for every run: its folder's, with the folder above it or a number where needed."""
@@ -105,8 +111,8 @@ def curves(runs: Sequence[Run]) -> Markup | None:
     called = names(runs)
     figures = []
     for title, points in (
-        ("Masks kept", [run.kept for run in runs]),
-        ("Masks refitted to each size", [run.refitted for run in runs]),
+        (KEPT, [run.kept for run in runs]),
+        (REFITTED, [run.refitted for run in runs]),
     ):
         lines = [
             Line(name, each, place % COLOURS, dashed=place >= COLOURS)
@@ -119,7 +125,8 @@ def curves(runs: Sequence[Run]) -> Markup | None:
             drawn = line_chart(lines, about=about, x_title=x_title, bands=len(lines) <= 2)
             swatches = legend([(line.name, line_swatch(line)) for line in lines])
             numbers = curve_table([(line.name, line.points) for line in lines])
-            figures.append(tag("figure", tag("h3", title), drawn, swatches, numbers, class_="plot"))
+            note = tag("figcaption", NOTES[title])
+            figures.append(tag("figure", tag("h3", title), drawn, swatches, note, numbers, class_="plot"))
     return tag("div", *figures, class_="columns") if figures else None
 
 

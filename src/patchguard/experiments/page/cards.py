@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from patchguard.experiments.page.charts import Number
 from patchguard.experiments.page.files import Picture, Run
 from patchguard.experiments.page.markup import Markup, join, tag
 from patchguard.experiments.page.numbers import SPACE, short, threat
@@ -47,7 +48,8 @@ def _introduction(run: Run) -> Markup:
         "A random draw of images. Colour shows how strongly each cell of the network speaks for the label (warm) or "
         f"against it (cool), on one scale per picture. The attack that comes closest is a {threat(run.patch)} at "
         "the marked place, which corrupts the cells of the weakest window. Cells are drawn evenly over the picture; "
-        "each of them reads a small box of pixels around its place. Point at a picture to see it alone.",
+        "each of them reads a small box of pixels around its place.",
+        tag("span", " Point at a picture to see it alone.", class_="pointing"),
     )
 
 
@@ -135,7 +137,7 @@ def _arcs(start: int, stop: int, size: int) -> list[tuple[int, int]]:
     return [(start, stop)] if stop <= size else [(start, size), (0, min(stop - size, size))]
 
 
-def _rectangle(x: float, y: float, width: float, height: float, name: str) -> Markup:
+def _rectangle(x: Number, y: Number, width: Number, height: Number, name: str) -> Markup:
     """Return a rectangle drawn twice, dark below bright, so that it is seen on any picture."""
     place = {"x": round(x, 3), "y": round(y, 3), "width": round(width, 3), "height": round(height, 3)}
     return join(tag("rect", **place, class_="casing"), tag("rect", **place, class_=name))

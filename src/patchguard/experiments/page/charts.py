@@ -15,6 +15,7 @@ from patchguard.experiments.page.numbers import percent, short
 WIDTH, HEIGHT = 440, 290
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 14, 46
 COLOURS = 6
+Number = float | int  # types are enforced in tests, where a whole number is no float
 
 
 @final
@@ -33,12 +34,12 @@ class Line:
 class _Scale:
     """From values to places along one axis of a drawing."""
 
-    low: float
-    high: float
-    first: float
-    last: float
+    low: Number
+    high: Number
+    first: Number
+    last: Number
 
-    def __call__(self, value: float) -> float:
+    def __call__(self, value: Number) -> float:
         reach = (self.high - self.low) or 1.0
         return round(self.first + (value - self.low) / reach * (self.last - self.first), 2)
 
@@ -155,7 +156,7 @@ def _path(d: str, look: str) -> Markup:
     return tag("path", d=d, class_=look)
 
 
-def _through(places: Sequence[tuple[float, float]]) -> str:
+def _through(places: Sequence[tuple[Number, Number]]) -> str:
     return "M" + "L".join(f"{x} {y}" for x, y in places)
 
 
@@ -172,7 +173,7 @@ def _x_title(text: str) -> Markup:
     return tag("text", text, x=(LEFT + WIDTH - RIGHT) / 2, y=HEIGHT - 7, class_="middle title")
 
 
-def _marker(look: int, x: float, y: float) -> str:
+def _marker(look: int, x: Number, y: Number) -> str:
     """Return a disc, square, diamond or triangle, so that curves can be told apart without colours."""
     shape = look % 4
     if shape == 0:
@@ -193,12 +194,12 @@ def _spread(sides: Sequence[int], across: _Scale) -> list[int]:
     return chosen[::-1]
 
 
-def _nice(low: float, high: float, wanted: int, *, whole: bool = False) -> list[float]:
+def _nice(low: Number, high: Number, wanted: int, *, whole: bool = False) -> list[float]:
     """Return round values from `low` to `high`, about as many as wanted."""
     reach = (high - low) or 1.0
     power = 10.0 ** math.floor(math.log10(reach / wanted))
     step = next(power * factor for factor in (1, 2, 5, 10) if reach / (power * factor) <= wanted + 2)
     if whole:
-        step = max(1.0, math.ceil(step))
+        step = max(1.0, float(math.ceil(step)))
     first, last = math.ceil(low / step), math.floor(high / step + (0.999 if whole else 1e-9))
     return [step * place for place in range(first, last + 1)]

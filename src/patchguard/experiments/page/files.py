@@ -337,7 +337,11 @@ def read_gallery(folder: Path) -> list[Picture]:
     entries = _json(folder, "gallery.json", wanted).members()
     path = folder / "gallery.npz"
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        # Opened here, since numpy leaves a damaged archive open.
+        with path.open("rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise ValueError("it is not an archive of arrays")
             return [_picture(entry, place, archive, path) for place, entry in enumerate(entries)]
     except FileNotFoundError:
         raise InputError(f"{wanted}; gallery.npz is missing.") from None

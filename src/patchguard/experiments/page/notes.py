@@ -1,5 +1,6 @@
 """The sections that are text: what a certificate proves, how to check one, settings, images that could not be read."""
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -90,7 +91,7 @@ def proof(run: Run) -> Markup:
 
 def check(run: Run) -> Markup:
     """Return how someone else checks a certificate of this run."""
-    model = str(run.settings.get("model", "MODEL"))
+    model = shlex.quote(str(run.settings.get("model", "MODEL")))
     steps = [
         (
             "The proof alone.",

@@ -109,7 +109,10 @@ def table(run: Run) -> Markup:
         bodies.append(_body("Right without an attack (clean accuracy)", rows))
     for name, against in run.patches.items():
         rows = [_row("Certified accuracy: right, and proved to stay", against.certified, "is-certified")]
-        rows.append(_row("Proved to stay, right or wrong", against.proved, "is-proved"))
+        if against.certified is None:
+            rows.append(_row("Label proved to stay", against.proved, "is-certified"))
+        else:
+            rows.append(_row("Proved to stay, right or wrong", against.proved, "is-proved"))
         refitted = "" if against.masks == "own" else ", masks refitted to it"
         bodies.append(_body(f"Against any {threat(name)}{refitted}", rows))
     cells = (tag("th", words, scope="col") for words in head)

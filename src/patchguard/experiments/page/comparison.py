@@ -79,22 +79,22 @@ def table(runs: Sequence[Run]) -> Markup:
     """Return one row per run with every patch that any of them was measured with."""
     patches = list(dict.fromkeys(patch for run in runs for patch in run.patches))
     labelled = any(run.labelled for run in runs)
-    heads = ["Run", "Model, defense, data"]
-    heads += ["Undefended, clean", "Defended, clean"] if labelled else []
-    heads += [f"{'Certified' if labelled else 'Proved'}: {threat(patch)}" for patch in patches]
+    heads = ["Run", *(f"{'Certified' if labelled else 'Proved'}: {threat(patch)}" for patch in patches)]
+    heads += ["Defended, clean", "Undefended, clean"] if labelled else []
     rows = []
     for name, run in zip(names(runs), runs, strict=True):
         about = ", ".join(str(run.settings.get(key, "?")) for key in ("model", "defense", "data"))
-        cells = [tag("td", about, tag("small", count(run.images, "image")), class_="about")]
-        if labelled:
-            clean = run.patches[run.patch].clean
-            cells += [_cell(run.undefended, "is-plain"), _cell(clean, "is-clean")]
+        cells = []
         for patch in patches:
             against = run.patches.get(patch)
             note = ", masks refitted" if against and against.masks != "own" else ""
             note += ", right or wrong" if against and labelled and not run.labelled else ""
             cells.append(_cell(against.main if against else None, "is-certified", note))
-        rows.append(tag("tr", tag("th", name, scope="row"), *cells))
+        if labelled:
+            clean = run.patches[run.patch].clean
+            cells += [_cell(clean, "is-clean"), _cell(run.undefended, "is-plain")]
+        details = tag("small", about, tag("br"), count(run.images, "image"))
+        rows.append(tag("tr", tag("th", tag("b", name), details, scope="row"), *cells))
     head = tag("thead", tag("tr", *(tag("th", words, scope="col") for words in heads)))
     return scroll(tag("table", head, tag("tbody", *rows), class_="runs"), "One row per run")
 

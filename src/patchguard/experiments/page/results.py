@@ -64,9 +64,10 @@ def opening(run: Run) -> Markup:
     main = run.main
     if main.of == 0:
         return tag("p", f"{count(run.errors, 'image')} could not be read; the reasons are below.", class_="lead")
+    found = f"{main.right:,} of {count(main.of, 'image')} ({interval(main.low, main.high)} with 95{SPACE}% confidence)"
     words = [
-        f"Proved for {main.right:,} of {count(main.of, 'image')} ({interval(main.low, main.high)} with 95{SPACE}% "
-        "confidence), whatever the patch shows and wherever in the picture it lies."
+        f"{'Right and proved' if run.labelled else 'Proved'} for {found}, whatever the patch shows and wherever in the "
+        "picture it lies."
     ]
     if against.clean is not None:
         words.append(f" Without an attack the defended classifier is right on {percent(against.clean.share)}")

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from patchguard import __version__
 from patchguard.commands.audit import audit
+from patchguard.commands.certify import certify
 from patchguard.commands.data import app as data
 from patchguard.commands.models import models
 from patchguard.commands.report import report
@@ -56,6 +57,7 @@ def options(
     """Certified robustness of image classifiers against adversarial patches."""
 
 
+app.command(epilog="Example: patchguard certify --data photos --patch 2%")(certify)
 app.command(epilog="Example: patchguard models")(models)
 app.command(epilog="Example: patchguard audit --model bagnet17 --size 224x300")(audit)
 app.add_typer(data, name="data")

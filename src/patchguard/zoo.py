@@ -188,6 +188,12 @@ def inspect(path: str | Path) -> dict[str, Any]:
     return {**settings, "digest": claimed}
 
 
+def recipe(name_or_path: str | Path) -> dict[str, Any] | None:
+    """Return how the weights behind a name or path were trained, as their file says it, if it does."""
+    found: dict[str, Any] | None = inspect(_located(name_or_path))["recipe"]
+    return found
+
+
 def _config(guard: Guard[Any], recipe: Mapping[str, Any] | None, half: bool) -> dict[str, Any]:
     settings = guard.model.config()
     if not guard.model.name:

@@ -34,3 +34,10 @@ def common_patches(height: int, width: int) -> list["Patch"]:
     if min(height, width) >= 100:
         return [Patch.of_area(share, height=height, width=width) for share in (0.01, 0.02, 0.03)]
     return [Patch(side) for side in (2, 5, 8) if side <= min(height, width)]
+
+
+def shown(text: str) -> str:
+    """Return text that a terminal can show as it is: names of files may hold anything."""
+    from rich.markup import escape
+
+    return escape("".join(letter if letter.isprintable() else "?" for letter in text))

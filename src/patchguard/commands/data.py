@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, final
 
 import typer
 
-from patchguard.commands.common import screen
+from patchguard.commands.common import screen, shown
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -39,12 +39,12 @@ def list_all(root: Root = None) -> None:
     held, origins = _table("name", "images", "description", "found"), _table("name", "from", "terms")
     for name, entry in CATALOG.items():
         images = f"{entry.train:,} + {entry.test:,}" if entry.train and entry.test else f"{entry.train + entry.test:,}"
-        held.add_row(name, images, entry.description, _shown(_place(name, where)))
+        held.add_row(name, images, entry.description, shown(_place(name, where)))
         origins.add_row(name, entry.origin, entry.terms)
     output.print(held)
     output.print()
     output.print(origins)
-    output.print(f"\nlooked for in {_shown(str(where))}", soft_wrap=True)
+    output.print(f"\nlooked for in {shown(str(where))}", soft_wrap=True)
 
 
 @app.command(epilog="Example: patchguard data get cifar10 --root datasets")
@@ -62,7 +62,7 @@ def get(
         folder = fetch(
             name, data_root(root), via=via, report=lambda done, total: progress.update(bar, completed=done, total=total)
         )
-    screen().print(f"{name} is in {_shown(str(folder))}", soft_wrap=True)
+    screen().print(f"{name} is in {shown(str(folder))}", soft_wrap=True)
 
 
 @app.command(epilog="Example: patchguard data check photos")
@@ -90,7 +90,7 @@ def check(
     if found.unreadable:
         output.print("\ncannot be read")
         for place, reason in found.unreadable.items():
-            output.print(f"  {_shown(source.names[place])}  {_shown(reason)}", soft_wrap=True)
+            output.print(f"  {shown(source.names[place])}  {shown(reason)}", soft_wrap=True)
     if len(found.unreadable) == len(source):
         raise typer.Exit(1)
 
@@ -142,7 +142,7 @@ def _classes(source: "Source", found: _Found) -> "Table":
     broken = Counter(targets[place] for place in found.unreadable)
     table = _table("number", "class", "images", "cannot be read")
     for number, name in enumerate(source.class_names):
-        table.add_row(str(number), _shown(name), f"{images[number]:,}", f"{broken[number]:,}")
+        table.add_row(str(number), shown(name), f"{images[number]:,}", f"{broken[number]:,}")
     return table
 
 
@@ -173,10 +173,3 @@ def _progress() -> "Progress":
 
     console = Console(stderr=True)
     return Progress(console=console, transient=True, disable=not console.is_terminal)
-
-
-def _shown(text: str) -> str:
-    """Return text that a terminal can show as it is: names of files may hold anything."""
-    from rich.markup import escape
-
-    return escape("".join(letter if letter.isprintable() else "?" for letter in text))

@@ -1,0 +1,252 @@
+"""`Job`: a guard, images and patches that belong together, from the words of a command line; checked before work."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+from typing import Any, final
+
+from torch import Tensor
+
+from patchguard import config, zoo
+from patchguard.data.decode import Unreadable
+from patchguard.data.loading import decoded
+from patchguard.data.source import Source, open_source
+from patchguard.defenses import (
+    ClippedSum,
+    Defense,
+    DoubleMasking,
+    MajorityVote,
+    MaskedAgreement,
+    RobustMasking,
+)
+from patchguard.errors import InputError, nearest
+from patchguard.evidence import Evidence
+from patchguard.experiments.plan import Plan, WrittenPatch, curve_sides, make_plan
+from patchguard.guard import Guard
+from patchguard.windows import Windows
+
+LOOKED_AT = 8  # images that are decoded to learn a usual size
+SMALL = 100  # pixels: below this side, a default patch is given in pixels
+ANYTHING = Windows.sliding(grid=(1, 1), size=(1, 1))  # until masks are fitted to a patch and a size
+IN_FILES = (RobustMasking, DoubleMasking, ClippedSum, MajorityVote)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a run computes: everything that its records depend on."""
+
+    guard: Guard[Any]
+    source: Source
+    patches: tuple[WrittenPatch, ...]
+    curve: tuple[int, ...]
+    top_k: int
+    model: str
+    digest: str
+    data: str
+    certificates: Path | None
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the model's classes; numbers where nobody names them."""
+        numbers = tuple(str(number) for number in range(self.guard.model.classes))
+        return self.guard.class_names or self.source.class_names or numbers
+
+    def settings(self) -> dict[str, Any]:
+        """Return every setting as JSON values, for run.json."""
+        threshold = getattr(self.guard.defense, "threshold", None)
+        return {
+            "model": self.model,
+            "model_digest": self.digest,
+            "data": self.data,
+            "data_digest": _digest(self.source),
+            "images": len(self.source),
+            "patches": [written.key for written in self.patches],
+            "defense": type(self.guard.defense).__name__,
+            "evidence": config.evidence_to_json(self.guard.evidence),
+            "threshold": None if threshold is None else str(threshold),
+            "top_k": self.top_k,
+            "curve": list(self.curve),
+            "class_names": list(self.class_names),
+            "labelled": self.source.targets is not None,
+            "certificates": self.certificates is not None,
+        }
+
+    def plan(self, size: tuple[int, int]) -> Plan:
+        """Return what is computed for images of this size."""
+        return make_plan(self.guard, size, self.patches, self.curve, self.top_k)
+
+
+def prepare(
+    *,
+    model: str = "cifar10",
+    data: str = "sample",
+    root: Path | None = None,
+    patches: Sequence[str] = (),
+    defense: str = "",
+    evidence: str = "",
+    threshold: str = "",
+    top_k: int = 1,
+    limit: int | None = None,
+    certificates: Path | None = None,
+) -> Job:
+    """Load the model, find the images and check that they, the patches and the defense fit together."""
+    written = _distinct(patches)
+    source = open_source(data, root)
+    source = source if limit is None else source.limited(limit)
+    loaded = zoo.load(model)
+    source = matched(source, loaded)
+    size = usual_size(source)
+    written = written or (default_patch(zoo.recipe(model), size),)
+    asked = [each.at(*size) for each in written]
+    guard = swapped(loaded, defense, evidence, threshold)
+    if guard.defense is not loaded.defense:
+        guard = guard.for_patch(asked[0], *size)
+    job = Job(
+        guard=guard,
+        source=source,
+        patches=written,
+        curve=curve_sides(max(asked, key=lambda patch: patch.area), size),
+        top_k=top_k,
+        model=Path(model).stem,
+        digest=zoo.digest(loaded),
+        data=Path(data).name if Path(data).is_absolute() else data,
+        certificates=certificates,
+    )
+    job.plan(size)  # raises here, before anything is written, where nothing could be certified
+    if certificates is not None:
+        _check_certificates(job)
+    return job
+
+
+def _check_certificates(job: Job) -> None:
+    if not isinstance(job.guard.defense, IN_FILES) or job.top_k != 1:
+        known = ", ".join(kind.__name__ for kind in IN_FILES)
+        raise InputError(
+            f"`--certificates` needs one of {known} and --top-k 1; got {type(job.guard.defense).__name__} and "
+            f"{job.top_k}. Leave it out."
+        )
+
+
+def _distinct(patches: Sequence[str]) -> tuple[WrittenPatch, ...]:
+    found: dict[str, WrittenPatch] = {}
+    for text in patches:
+        written = WrittenPatch.read(text)
+        found.setdefault(written.key, written)
+    return tuple(found.values())
+
+
+def default_patch(recipe: dict[str, Any] | None, size: tuple[int, int]) -> WrittenPatch:
+    """Return the patch that the model was trained against; else 5 pixels in a small image, 2 % of a large one."""
+    trained = (recipe or {}).get("patch")
+    if isinstance(trained, dict) and trained.get("count") == 1:
+        return WrittenPatch.read(f"{trained.get('height')}x{trained.get('width')}")
+    return WrittenPatch.read("5" if min(size) < SMALL else "2%")
+
+
+# -- images ------------------------------------------------------------------------------------------------------------
+
+
+def usual_size(source: Source) -> tuple[int, int]:
+    """Return the size of the largest of the first images; raise if none of all can be read."""
+    first: list[tuple[int, int]] = []
+    reason = ""
+    for image in decoded(source):
+        if isinstance(image, Unreadable):
+            reason = reason or str(image)
+            continue
+        first.append((image.shape[1], image.shape[2]))
+        if len(first) == LOOKED_AT:
+            break
+    if not first:
+        raise InputError(f"none of the {len(source)} images can be read: {reason} Check the files.")
+    return max(first, key=lambda size: size[0] * size[1])
+
+
+def matched(source: Source, guard: Guard[Any]) -> Source:
+    """Return the source with its classes numbered as the model's are, by name."""
+    if source.targets is None:
+        return source
+    theirs, ours = source.class_names, guard.class_names
+    if not ours:
+        if len(theirs) != guard.model.classes:
+            raise InputError(
+                f"the images have {len(theirs)} classes and the model {guard.model.classes}, which have no names. "
+                "Give images of those classes, or name files with a pattern to go without classes."
+            )
+        return source
+    numbers = {name.casefold(): number for number, name in enumerate(ours)}
+    strange = [name for name in theirs if name.casefold() not in numbers]
+    if strange or len({name.casefold() for name in theirs}) < len(theirs):
+        raise InputError(
+            f"the classes of the images must be the model's ({_listed(ours)}); got {_listed(strange or theirs)}. "
+            "Rename the folders, or name the files with a pattern such as 'photos/*/*' to go without classes."
+        )
+    number_of = [numbers[name.casefold()] for name in theirs]
+    return replace(source, targets=tuple(number_of[target] for target in source.targets), class_names=ours)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(islice(names, 5)) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _digest(source: Source) -> str:
+    """Return the SHA-256 of names and classes: the same images give the same records."""
+    total = hashlib.sha256()
+    for place, name in enumerate(source.names):
+        target = None if source.targets is None else source.targets[place]
+        total.update(f"{name}\0{target}\n".encode("utf-8", "surrogateescape"))
+    return total.hexdigest()
+
+
+# -- the rule ----------------------------------------------------------------------------------------------------------
+
+
+def swapped(guard: Guard[Any], defense: str, evidence: str, threshold: str) -> Guard[Any]:
+    """Return the guard with another aggregation, evidence or threshold; the same guard where none is given.
+
+    Another defense brings its own kind of evidence; `evidence` names one instead. The drift stays. Its masks are not
+    yet fitted: `Guard.for_patch` does that.
+    """
+    rule: Defense[Any] = _named(defense) if defense else guard.defense
+    settings: Evidence = guard.evidence
+    if defense or evidence:
+        usual = rule.default_evidence
+        low = usual.low if usual.kind == "logits" else 0.0
+        settings = Evidence(kind=evidence, low=low if evidence == "logits" else 0.0) if evidence else usual
+        settings = replace(settings, drift=guard.evidence.drift)
+    if threshold:
+        if not isinstance(rule, RobustMasking):
+            raise InputError(f"`--threshold` belongs to RobustMasking; got {type(rule).__name__}. Leave it out.")
+        rule = replace(rule, threshold=_fraction(threshold))
+    if isinstance(rule, MaskedAgreement):
+        raise InputError("`--defense` must prove labels; MaskedAgreement detects attacks. Use it from Python.")
+    return (
+        guard
+        if rule is guard.defense and settings == guard.evidence
+        else replace(guard, defense=rule, evidence=settings)
+    )
+
+
+def _named(name: str) -> Defense[Any]:
+    if name not in config.DEFENSES:
+        raise InputError(f"`--defense` must be a known defense; got {name!r}. {nearest(name, [*config.DEFENSES])}")
+    kind: Any = config.DEFENSES[name]
+    unfitted: dict[str, Any] = {"masks": ANYTHING, "cells": 0, "trim": 0}
+    made: Defense[Any] = kind(**{each.name: unfitted[each.name] for each in fields(kind) if each.name in unfitted})
+    return made
+
+
+def _fraction(text: str) -> Fraction:
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise InputError(f"`--threshold` must be a share such as 0.2 or 1/5; got {text!r}.") from None
+
+
+def as_floats(images: Tensor) -> Tensor:
+    """Return 8-bit pixels as floats in [0, 1]."""
+    return images.float() / 255

@@ -1,0 +1,283 @@
+"""`certify`: all images of a job, recorded as they are done; stopped and started again, it goes on where it was.
+
+    decode (threads)  -->  batches of one size  -->  network (this thread)  -->  proofs, records (one thread)
+
+Under torchrun every process takes each `world_size`-th image and writes a shard of its own; the first one sums up.
+"""
+
+import os
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from patchguard import __version__, runtime
+from patchguard.certificate_file import Packer, image_digest
+from patchguard.errors import InputError
+from patchguard.experiments import gallery
+from patchguard.experiments.batches import Batch, Failure, ahead, grouped
+from patchguard.experiments.job import Job, as_floats
+from patchguard.experiments.metrics import Tally, summarise
+from patchguard.experiments.plan import Plan, Proofs, answers
+from patchguard.experiments.records import FORMAT, Appender, Folder, Record
+
+BATCH_SIZE = {"cpu": 16, "cuda": 512}
+PLANS = 256  # sizes of images whose plans are kept
+AHEAD = 3  # batches that are decoded, or wait to be recorded
+
+Progress = Callable[[Tally], None]
+
+
+@final
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run: its summary, and whether it had been finished before."""
+
+    summary: dict[str, Any]
+    before: bool
+
+
+def certify(
+    job: Job, path: Path, *, device: str = "auto", batch_size: int | None = None, progress: Progress | None = None
+) -> Outcome | None:
+    """Certify every image of the job that the folder has no record of, and sum up.
+
+    Returns None in every process of a torchrun but the first.
+    """
+    place = _device(device)
+    at_once = batch_size or BATCH_SIZE.get(place.type, BATCH_SIZE["cuda"])
+    if at_once < 1:
+        raise InputError(f"`--batch-size` must be a whole number, 1 or more; got {batch_size}.")
+    job.guard.model.to(place)
+    folder, first = Folder(path), runtime.rank() == 0
+    settings = job.settings()
+    with runtime.process_group() as barrier:
+        if not first:
+            barrier()  # until the first process has made the folder and holds it
+        with folder.locked(first=first) as lock:
+            if first:
+                folder.begin(_stamp(job, settings))
+                lock.share()
+                barrier()
+            finished = folder.summary()
+            if finished is not None:
+                return Outcome(finished, before=True) if first else None
+            work = _Work(job, Tally(settings), place, at_once)
+            work.go_on(folder, progress)
+            barrier()
+            return Outcome(_finish(job, folder, settings, work), before=False) if first else None
+
+
+def _device(name: str) -> torch.device:
+    device = runtime.choose_device(name)
+    if device.type == "cuda" and device.index is None and runtime.world_size() > 1:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return device
+
+
+def _stamp(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
+    patches = {
+        written.key: {"text": written.text, "percent": None if written.share is None else float(written.share * 100)}
+        for written in job.patches
+    }
+    return {
+        "kind": "certify",
+        "settings": {**settings, "shards": runtime.world_size()},
+        "patches": patches,
+        "environment": runtime.environment(),
+        "version": __version__,
+    }
+
+
+def _finish(job: Job, folder: Folder, settings: dict[str, Any], work: "_Work") -> dict[str, Any]:
+    """Sum up the records of all shards. The summary comes last: where it is, everything else is."""
+    found = summarise(folder.records(), settings)
+    if found["images"] != len(job.source):
+        raise InputError(
+            f"{folder.path} holds {found['images']} records for {len(job.source)} images. "
+            "Remove the folder and start the run anew."
+        )
+    if found["errors"] == found["images"]:
+        reason = next(record for record in folder.records() if "error" in record)
+        raise InputError(
+            f"none of the {found['images']} images can be certified: {reason['name']} {reason['error']}. "
+            "Check the images and the patch."
+        )
+    gallery.save(folder, gallery.choose(folder.records(), settings), job)
+    stamp = folder.run() or {}
+    masks = {key: entry["masks"] for key, entry in found["patches"].items()}
+    summary = {
+        "format": FORMAT,
+        **found,
+        "seconds": work.seconds(found["images"]),
+        "settings": {**stamp["settings"], "masks": masks},
+        "environment": stamp["environment"],
+    }
+    folder.write("summary.json", summary)
+    return summary
+
+
+@final
+@dataclass(eq=False)
+class _Work:
+    """The share of one process in a run."""
+
+    job: Job
+    tally: Tally
+    device: torch.device
+    batch_size: int
+    plans: OrderedDict[tuple[int, int], Plan] = field(default_factory=OrderedDict)
+    packers: OrderedDict[tuple[tuple[int, int], str], Packer] = field(default_factory=OrderedDict)
+    refused: dict[tuple[int, int], str] = field(default_factory=dict)
+    began: float = field(default_factory=time.perf_counter)
+    before: int = 0
+    network: float = 0.0
+
+    def seconds(self, images: int) -> dict[str, float | None]:
+        """Return how long this start of the run took, how much of it the network, and the rate of all processes."""
+        total = time.perf_counter() - self.began
+        new = images - self.before
+        rate = new / total if new else None
+        return {"total": round(total, 3), "network": round(self.network, 3), "images_per_second": rate}
+
+    def go_on(self, folder: Folder, progress: Progress | None) -> None:
+        """Certify what is not recorded yet."""
+        places = self._left(folder)
+        if progress is not None:
+            progress(self.tally)
+        waiting: deque[Future[None]] = deque()
+        with folder.appending(runtime.rank()) as records, ThreadPoolExecutor(1, thread_name_prefix="proofs") as pool:
+            for batch in ahead(grouped(self.job.source, places, self.batch_size), AHEAD):
+                if isinstance(batch, Batch):
+                    self._check(batch.size)
+                    refused = self.refused.get(batch.size)
+                    if refused is None:
+                        logits = self._forward(batch)
+                        waiting.append(pool.submit(self._record, batch, logits, records, progress))
+                    else:
+                        failed = [self._failure(Failure(place, refused)) for place in batch.places]
+                        waiting.append(pool.submit(self._append, failed, records, progress))
+                else:
+                    waiting.append(pool.submit(self._append, [self._failure(batch)], records, progress))
+                while len(waiting) > AHEAD:
+                    waiting.popleft().result()
+            while waiting:
+                waiting.popleft().result()
+
+    def _left(self, folder: Folder) -> list[int]:
+        """Count the records that are there, and return the places of this process that have none."""
+        done = bytearray(len(self.job.source))
+        for record in folder.records():
+            if record["index"] >= len(done) or done[record["index"]]:
+                raise InputError(
+                    f"image {record['index']} should not be in {folder.path}, or is there twice. "
+                    "Remove the folder and start the run anew."
+                )
+            done[record["index"]] = 1
+            self.before += 1
+            self.tally.add(record)
+        return [place for place in range(runtime.rank(), len(done), runtime.world_size()) if not done[place]]
+
+    def _check(self, size: tuple[int, int]) -> None:
+        """Note why images of this size cannot be certified, if so."""
+        try:
+            for written in self.job.patches:
+                written.at(*size)
+            # Traced here and not beside the network at work.
+            self.job.guard.field(*size)
+        except InputError as error:
+            self.refused[size] = _because(error)
+
+    def _forward(self, batch: Batch) -> Float[Tensor, "batch classes rows columns"]:
+        began = time.perf_counter()
+        images = batch.images.to(self.device, non_blocking=True)
+        local_logits = self.job.guard.local_logits(as_floats(images))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.network += time.perf_counter() - began
+        return local_logits
+
+    # -- in the thread of proofs ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _record(self, batch: Batch, local_logits: Tensor, records: Appender, progress: Progress | None) -> None:
+        try:
+            plan = self._plan(batch.size)
+        except InputError as error:
+            self._append([self._failure(Failure(place, _because(error))) for place in batch.places], records, progress)
+            return
+        evidence = self.job.guard.evidence(local_logits)
+        finite = evidence.finite.tolist()
+        made = [
+            self._failure(Failure(place, "makes the network give NaN or infinity"))
+            for place, good in zip(batch.places, finite, strict=True)
+            if not good
+        ]
+        rows = [row for row, good in enumerate(finite) if good]
+        if rows:
+            kept = torch.tensor(rows, device=local_logits.device)
+            if len(rows) < len(finite):
+                evidence, local_logits = evidence[kept], local_logits[kept]
+            found, proofs = answers(plan, local_logits, evidence)
+            if self.job.certificates is not None:
+                self._certificates(plan, proofs, batch, rows)
+            for row, answer in zip(rows, found, strict=True):
+                made.append({**self._named(batch.places[row]), "size": list(batch.size), **answer})
+        self._append(made, records, progress)
+
+    def _append(self, made: list[Record], records: Appender, progress: Progress | None) -> None:
+        records.append(made)
+        for record in made:
+            self.tally.add(record)
+        if progress is not None:
+            progress(self.tally)
+
+    def _plan(self, size: tuple[int, int]) -> Plan:
+        plan: Plan = _kept(self.plans, size, partial(self.job.plan, size))
+        return plan
+
+    def _certificates(self, plan: Plan, proofs: Proofs, batch: Batch, rows: list[int]) -> None:
+        """Write the files before the records: a record says that its files are there."""
+        target = Folder(self.job.certificates or Path())
+        for task in plan.tasks:
+            packer = _kept(
+                self.packers, (plan.size, task.written.key), partial(Packer, task.guard, task.patch, *plan.size)
+            )
+            proof = proofs.certificate(task.guard.defense, task.windows)
+            for number, row in enumerate(rows):
+                data = packer.pack(proofs.evidence, proof, number, image_digest(batch.images[row]))
+                target.write_bytes(certificate_name(batch.places[row], task.written.key), data, durable=False)
+
+    def _named(self, place: int) -> Record:
+        source = self.job.source
+        target = None if source.targets is None else source.targets[place]
+        return {"index": place, "name": source.names[place], "target": target}
+
+    def _failure(self, failure: Failure) -> Record:
+        return {**self._named(failure.place), "error": failure.reason}
+
+
+def _because(error: InputError) -> str:
+    return f"cannot be certified: {error}".rstrip(".")
+
+
+def certificate_name(index: int, key: str) -> str:
+    """Return the name of the certificate file of one image and patch."""
+    return f"{index:06d}-{key.replace('%', 'percent')}.pgc"
+
+
+def _kept(store: OrderedDict[Any, Any], key: object, make: Callable[[], Any]) -> Any:
+    """Return what is stored under a key, made where it is missing; the oldest entries are forgotten."""
+    if key not in store:
+        store[key] = make()
+        if len(store) > PLANS:
+            store.popitem(last=False)
+    return store[key]

@@ -14,6 +14,7 @@ from patchguard.commands.certify import certify
 from patchguard.commands.data import app as data
 from patchguard.commands.models import models
 from patchguard.commands.report import report
+from patchguard.commands.predict import predict
 from patchguard.commands.verify import verify
 from patchguard.errors import InputError
 
@@ -58,6 +59,7 @@ def options(
 
 
 app.command(epilog="Example: patchguard certify --data photos --patch 2%")(certify)
+app.command(epilog="Example: patchguard predict 'photos/*.jpg' --patch 2%")(predict)
 app.command(epilog="Example: patchguard models")(models)
 app.command(epilog="Example: patchguard audit --model bagnet17 --size 224x300")(audit)
 app.add_typer(data, name="data")

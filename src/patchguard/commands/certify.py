@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,19 +64,19 @@ def certify(
     with classes also accuracies, each with its 95 % interval.
     """
     from patchguard import runtime
-    from patchguard.experiments.job import prepare
+    from patchguard.experiments.job import opened, prepare
     from patchguard.experiments.run import certify as certify_all
 
+    source = opened([data], root)
     job = prepare(
-        model=model,
+        source=source if limit is None else source.limited(limit),
         data=data,
-        root=root,
+        model=model,
         patches=patch or (),
         defense=defense,
         evidence=evidence,
         threshold=threshold,
         top_k=top_k,
-        limit=limit,
         certificates=certificates,
     )
     folder = out or Path("runs") / f"{_plain(job.model)}-{_plain(job.data)}"
@@ -205,9 +207,7 @@ def percent(share: dict[str, Any]) -> str:
 
 def _report(folder: Path) -> Path | None:
     """Write report.html into the folder of the run."""
-    try:
-        from patchguard.experiments import report
-    except ImportError:
+    if find_spec("patchguard.experiments.report") is None:
         return None
-    written: Path = report.write([folder])
+    written: Path = import_module("patchguard.experiments.report").write([folder])
     return written

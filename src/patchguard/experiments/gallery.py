@@ -3,7 +3,7 @@
 import hashlib
 import heapq
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,9 @@ def _rank(index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"gallery {index}".encode()).digest()[:8], "big")
 
 
-def save(folder: Folder, chosen: list[tuple[str, Record]], job: Job) -> None:
+def save(
+    folder: Folder, chosen: list[tuple[str, Record]], job: Job, plan_of: Callable[[tuple[int, int]], Plan]
+) -> None:
     """Compute the evidence of the chosen images anew, and write gallery.npz and gallery.json."""
     arrays: dict[str, np.ndarray] = {}
     entries: list[dict[str, Any]] = []
@@ -68,7 +70,7 @@ def save(folder: Folder, chosen: list[tuple[str, Record]], job: Job) -> None:
         try:
             image = job.source.read(record["index"])
             size = (image.shape[1], image.shape[2])
-            plan = job.plan(size)
+            plan = plan_of(size)
         except (Unreadable, InputError):  # the file was changed or removed since it was recorded
             continue
         task = plan.tasks[0]

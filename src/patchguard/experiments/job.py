@@ -1,10 +1,12 @@
 """`Job`: a guard, images and patches that belong together, from the words of a command line; checked before work."""
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from itertools import islice
+from functools import partial
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, final
 
@@ -82,21 +84,21 @@ class Job:
 
 def prepare(
     *,
-    model: str = "cifar10",
+    source: Source,
     data: str = "sample",
-    root: Path | None = None,
+    model: str = "cifar10",
     patches: Sequence[str] = (),
     defense: str = "",
     evidence: str = "",
     threshold: str = "",
     top_k: int = 1,
-    limit: int | None = None,
     certificates: Path | None = None,
 ) -> Job:
-    """Load the model, find the images and check that they, the patches and the defense fit together."""
+    """Load the model, and check that it, the images, the patches and the defense fit together.
+
+    `data` is what the user calls the images.
+    """
     written = _distinct(patches)
-    source = open_source(data, root)
-    source = source if limit is None else source.limited(limit)
     loaded = zoo.load(model)
     source = matched(source, loaded)
     size = usual_size(source)
@@ -148,6 +150,25 @@ def default_patch(recipe: dict[str, Any] | None, size: tuple[int, int]) -> Writt
 
 
 # -- images ------------------------------------------------------------------------------------------------------------
+
+
+def opened(words: Sequence[str], root: Path | None = None, *, labelled: bool = True) -> Source:
+    """Return the images that the words name, one set after the other; without classes where there are several."""
+    sources = [open_source(word, root) for word in words]
+    if len(sources) == 1 and labelled:
+        return sources[0]
+    names = [
+        word if len(source) == 1 and Path(word).is_file() else name
+        for word, source in zip(words, sources, strict=True)
+        for name in source.names
+    ]
+    starts = list(accumulate((len(source) for source in sources), initial=0))
+    return Source(tuple(names), None, (), partial(_read_joined, sources, starts), sum(each.ignored for each in sources))
+
+
+def _read_joined(sources: list[Source], starts: list[int], place: int) -> Tensor:
+    number = bisect_right(starts, place) - 1
+    return sources[number].read(place - starts[number])
 
 
 def usual_size(source: Source) -> tuple[int, int]:

@@ -97,6 +97,7 @@ class Plan:
     curve: tuple[tuple[int, Defense[Any], Windows], ...]
     largest: int  # side of the largest square that the rule's masks can withstand
     top_k: int
+    reached: dict[int, Windows] = field(default_factory=dict)
     places: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
     @property
@@ -107,7 +108,9 @@ class Plan:
 
     def windows(self, side: int) -> Windows:
         """Return what a square patch of this side can reach."""
-        return self.guard.windows(Patch(side), *self.size)
+        if side not in self.reached:
+            self.reached[side] = Windows.reached_by(Patch(side), self.field)
+        return self.reached[side]
 
     @cached_property
     def field(self) -> Field:
@@ -154,7 +157,8 @@ def make_plan(
     """Decide which masks serve which patch; raise where images of this size cannot be certified at all."""
     height, width = size
     asked = [written.at(height, width) for written in patches]
-    grid = guard.field(height, width).grid
+    source_field = guard.field(height, width)
+    grid = source_field.grid
     blank = torch.zeros(1, guard.model.classes, *grid)
     probe = guard.evidence(blank)  # checks look at the kind of evidence and the grid alone
     masks = getattr(guard.defense, "masks", None)
@@ -162,7 +166,7 @@ def make_plan(
     base = guard if fits else guard.for_patch(asked[0], height, width)
     tasks = []
     for written, patch in zip(patches, asked, strict=True):
-        windows = guard.windows(patch, height, width)
+        windows = Windows.reached_by(patch, source_field)
         covered = _accepts(base.defense, probe, windows)
         chosen = base if covered else guard.for_patch(patch, height, width)
         tasks.append(Task(written, patch, chosen, windows, "own" if covered and fits else "refitted"))
@@ -171,10 +175,12 @@ def make_plan(
     curve = []
     for side in (each for each in sides if each <= min(size)):
         refitted = guard.for_patch(Patch(side), height, width)
-        windows = guard.windows(Patch(side), height, width)
+        windows = Windows.reached_by(Patch(side), source_field)
         if _certifies(refitted.defense, probe, windows, top_k):
             curve.append((side, refitted.defense, windows))
-    largest = _last(min(size), lambda side: _accepts(base.defense, probe, base.windows(Patch(side), height, width)))
+    largest = _last(
+        min(size), lambda side: _accepts(base.defense, probe, Windows.reached_by(Patch(side), source_field))
+    )
     return Plan(base, size, tuple(tasks), tuple(curve), largest, top_k)
 
 
@@ -274,7 +280,7 @@ def answers(
 ) -> tuple[list[dict[str, Any]], Proofs]:
     """Return what the records of one batch say about each image, and the proofs behind it."""
     proofs = Proofs(plan, evidence)
-    entries = {task.written.key: _entries(plan, task, proofs) for task in plan.tasks}
+    entries = {task.written.key: entries_of(plan, task, proofs) for task in plan.tasks}
     largest = proofs.largest()
     refitted: dict[str, list[dict[str, Any]]] = {}
     for side, defense, windows in plan.curve:
@@ -296,7 +302,8 @@ def answers(
     return records, proofs
 
 
-def _entries(plan: Plan, task: Task, proofs: Proofs) -> list[dict[str, Any]]:
+def entries_of(plan: Plan, task: Task, proofs: Proofs) -> list[dict[str, Any]]:
+    """Return what the records of one batch say about one patch."""
     proof = proofs.certificate(task.guard.defense, task.windows)
     size = len(proof.label)
     weakest = [None] * size if proof.weakest is None else proof.weakest.tolist()

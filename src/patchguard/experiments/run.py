@@ -8,7 +8,7 @@ Under torchrun every process takes each `world_size`-th image and writes a shard
 import os
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from patchguard.experiments import gallery
 from patchguard.experiments.batches import Batch, Failure, ahead, grouped
 from patchguard.experiments.job import Job, as_floats
 from patchguard.experiments.metrics import Tally, summarise
-from patchguard.experiments.plan import Plan, Proofs, answers
+from patchguard.experiments.plan import Plan, Proofs, answers, entries_of
 from patchguard.experiments.records import FORMAT, Appender, Folder, Record
 
 BATCH_SIZE = {"cpu": 16, "cuda": 512}
@@ -52,11 +52,7 @@ def certify(
 
     Returns None in every process of a torchrun but the first.
     """
-    place = _device(device)
-    at_once = batch_size or BATCH_SIZE.get(place.type, BATCH_SIZE["cuda"])
-    if at_once < 1:
-        raise InputError(f"`--batch-size` must be a whole number, 1 or more; got {batch_size}.")
-    job.guard.model.to(place)
+    place, at_once = _placed(job, device, batch_size)
     folder, first = Folder(path), runtime.rank() == 0
     settings = job.settings()
     with runtime.process_group() as barrier:
@@ -74,6 +70,30 @@ def certify(
             work.go_on(folder, progress)
             barrier()
             return Outcome(_finish(job, folder, settings, work), before=False) if first else None
+
+
+def predict(job: Job, *, device: str = "auto", batch_size: int | None = None) -> Iterator[Record]:
+    """Yield name, label and proofs of every image as they are done; nothing is written."""
+    work = _Work(job, Tally(job.settings()), *_placed(job, device, batch_size))
+    for batch in ahead(grouped(job.source, range(len(job.source)), work.batch_size), AHEAD):
+        if isinstance(batch, Failure):
+            yield work.failure(batch)
+            continue
+        reason = work.refusal(batch.size)
+        if reason is not None:
+            yield from (work.failure(Failure(place, reason)) for place in batch.places)
+            continue
+        yield from work.labelled(batch, work.forward(batch))
+
+
+def _placed(job: Job, device: str, batch_size: int | None) -> tuple[torch.device, int]:
+    """Move the model to the device, and return it with the number of images at once."""
+    place = _device(device)
+    at_once = BATCH_SIZE.get(place.type, BATCH_SIZE["cuda"]) if batch_size is None else batch_size
+    if at_once < 1:
+        raise InputError(f"`--batch-size` must be a whole number, 1 or more; got {batch_size}.")
+    job.guard.model.to(place)
+    return place, at_once
 
 
 def _device(name: str) -> torch.device:
@@ -111,7 +131,7 @@ def _finish(job: Job, folder: Folder, settings: dict[str, Any], work: "_Work") -
             f"none of the {found['images']} images can be certified: {reason['name']} {reason['error']}. "
             "Check the images and the patch."
         )
-    gallery.save(folder, gallery.choose(folder.records(), settings), job)
+    gallery.save(folder, gallery.choose(folder.records(), settings), job, work.plan)
     stamp = folder.run() or {}
     masks = {key: entry["masks"] for key, entry in found["patches"].items()}
     summary = {
@@ -136,7 +156,6 @@ class _Work:
     batch_size: int
     plans: OrderedDict[tuple[int, int], Plan] = field(default_factory=OrderedDict)
     packers: OrderedDict[tuple[tuple[int, int], str], Packer] = field(default_factory=OrderedDict)
-    refused: dict[tuple[int, int], str] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
     before: int = 0
     network: float = 0.0
@@ -154,19 +173,14 @@ class _Work:
         if progress is not None:
             progress(self.tally)
         waiting: deque[Future[None]] = deque()
-        with folder.appending(runtime.rank()) as records, ThreadPoolExecutor(1, thread_name_prefix="proofs") as pool:
+        with folder.appending(runtime.rank()) as records, ThreadPoolExecutor(1, "proofs") as pool:
             for batch in ahead(grouped(self.job.source, places, self.batch_size), AHEAD):
-                if isinstance(batch, Batch):
-                    self._check(batch.size)
-                    refused = self.refused.get(batch.size)
-                    if refused is None:
-                        logits = self._forward(batch)
-                        waiting.append(pool.submit(self._record, batch, logits, records, progress))
-                    else:
-                        failed = [self._failure(Failure(place, refused)) for place in batch.places]
-                        waiting.append(pool.submit(self._append, failed, records, progress))
-                else:
-                    waiting.append(pool.submit(self._append, [self._failure(batch)], records, progress))
+                failures = [batch] if isinstance(batch, Failure) else self._refused(batch)
+                if failures:
+                    failed = [self.failure(each) for each in failures]
+                    waiting.append(pool.submit(self._append, failed, records, progress))
+                elif isinstance(batch, Batch):
+                    waiting.append(pool.submit(self._record, batch, self.forward(batch), records, progress))
                 while len(waiting) > AHEAD:
                     waiting.popleft().result()
             while waiting:
@@ -186,17 +200,23 @@ class _Work:
             self.tally.add(record)
         return [place for place in range(runtime.rank(), len(done), runtime.world_size()) if not done[place]]
 
-    def _check(self, size: tuple[int, int]) -> None:
-        """Note why images of this size cannot be certified, if so."""
+    def _refused(self, batch: Batch) -> list[Failure]:
+        reason = self.refusal(batch.size)
+        return [] if reason is None else [Failure(place, reason) for place in batch.places]
+
+    def refusal(self, size: tuple[int, int]) -> str | None:
+        """Return why images of this size cannot be certified, if so, before the network sees them."""
         try:
             for written in self.job.patches:
                 written.at(*size)
             # Traced here and not beside the network at work.
             self.job.guard.field(*size)
         except InputError as error:
-            self.refused[size] = _because(error)
+            return _because(error)
+        return None
 
-    def _forward(self, batch: Batch) -> Float[Tensor, "batch classes rows columns"]:
+    def forward(self, batch: Batch) -> Float[Tensor, "batch classes rows columns"]:
+        """Run the network."""
         began = time.perf_counter()
         images = batch.images.to(self.device, non_blocking=True)
         local_logits = self.job.guard.local_logits(as_floats(images))
@@ -210,14 +230,14 @@ class _Work:
     @torch.no_grad()
     def _record(self, batch: Batch, local_logits: Tensor, records: Appender, progress: Progress | None) -> None:
         try:
-            plan = self._plan(batch.size)
+            plan = self.plan(batch.size)
         except InputError as error:
-            self._append([self._failure(Failure(place, _because(error))) for place in batch.places], records, progress)
+            self._append([self.failure(Failure(place, _because(error))) for place in batch.places], records, progress)
             return
         evidence = self.job.guard.evidence(local_logits)
         finite = evidence.finite.tolist()
         made = [
-            self._failure(Failure(place, "makes the network give NaN or infinity"))
+            self.failure(Failure(place, "makes the network give NaN or infinity"))
             for place, good in zip(batch.places, finite, strict=True)
             if not good
         ]
@@ -233,6 +253,23 @@ class _Work:
                 made.append({**self._named(batch.places[row]), "size": list(batch.size), **answer})
         self._append(made, records, progress)
 
+    @torch.no_grad()
+    def labelled(self, batch: Batch, local_logits: Tensor) -> list[Record]:
+        """Return the defended labels and the proofs that the job asks for, and nothing else."""
+        try:
+            plan = self.plan(batch.size)
+            proofs = Proofs(plan, self.job.guard.evidence(local_logits))
+            entries = {task.written.key: entries_of(plan, task, proofs) for task in plan.tasks}
+        except InputError as error:
+            return [self.failure(Failure(place, _because(error))) for place in batch.places]
+        made = []
+        for row, label in enumerate(proofs.label(plan.rule).tolist()):
+            patches = {key: entry[row] for key, entry in entries.items()}
+            made.append(
+                {**self._named(batch.places[row]), "size": list(batch.size), "label": label, "patches": patches}
+            )
+        return made
+
     def _append(self, made: list[Record], records: Appender, progress: Progress | None) -> None:
         records.append(made)
         for record in made:
@@ -240,7 +277,8 @@ class _Work:
         if progress is not None:
             progress(self.tally)
 
-    def _plan(self, size: tuple[int, int]) -> Plan:
+    def plan(self, size: tuple[int, int]) -> Plan:
+        """Return what is computed for images of this size."""
         plan: Plan = _kept(self.plans, size, partial(self.job.plan, size))
         return plan
 
@@ -261,7 +299,8 @@ class _Work:
         target = None if source.targets is None else source.targets[place]
         return {"index": place, "name": source.names[place], "target": target}
 
-    def _failure(self, failure: Failure) -> Record:
+    def failure(self, failure: Failure) -> Record:
+        """Return the record of an image that cannot be certified."""
         return {**self._named(failure.place), "error": failure.reason}
 
 

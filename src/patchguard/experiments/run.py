@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -173,7 +174,7 @@ class _Work:
         if progress is not None:
             progress(self.tally)
         waiting: deque[Future[None]] = deque()
-        with folder.appending(runtime.rank()) as records, ThreadPoolExecutor(1, "proofs") as pool:
+        with folder.appending(runtime.rank()) as records, _one_thread() as pool:
             for batch in ahead(grouped(self.job.source, places, self.batch_size), AHEAD):
                 failures = [batch] if isinstance(batch, Failure) else self._refused(batch)
                 if failures:
@@ -302,6 +303,20 @@ class _Work:
     def failure(self, failure: Failure) -> Record:
         """Return the record of an image that cannot be certified."""
         return {**self._named(failure.place), "error": failure.reason}
+
+
+@contextmanager
+def _one_thread() -> Iterator[ThreadPoolExecutor]:
+    """Yield a thread for the proofs that shares its work with no others: those are for the network.
+
+    Proofs are many small sums. Were they divided, too, twice as many threads as processors would wait for each other.
+    """
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(1, "proofs", torch.set_num_threads, (1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)  # also what threads begin with that are started later
 
 
 def _because(error: InputError) -> str:

@@ -42,7 +42,7 @@ def test_a_damaged_line_is_reported_with_its_number(folder):
     fill(folder, range(3))
     (shard,) = folder.shards()
     shard.write_bytes(shard.read_bytes().replace(b'{"index":1', b'{"inde'))
-    with pytest.raises(InputError, match="line 2 of .* is damaged"):
+    with pytest.raises(InputError, match=r"line 2 of .* is damaged"):
         list(folder.records())
 
 

@@ -1,4 +1,4 @@
-"""Where and how computations run: device, seeds, precision, and the stamp that a result carries."""
+"""Where and how computations run: device, processes, seeds, precision, and the stamp that a result carries."""
 
 import os
 import platform
@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from patchguard import __version__
 from patchguard.errors import InputError
 
 _cudnn: Any = torch.backends.cudnn
 _mkldnn: Any = torch.backends.mkldnn
+_PATIENCE = timedelta(hours=6)  # others wait so long while the first process measures or writes
 
 # -- device ------------------------------------------------------------------------------------------------------------
 
@@ -44,6 +46,55 @@ def placement(module: object) -> tuple[torch.device, torch.dtype]:
                 if tensor.is_floating_point():
                     return tensor.device, tensor.dtype
     return torch.device("cpu"), torch.float32
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def rank() -> int:
+    """Return the number of this process among those that torchrun started, 0 for a process alone."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Return how many processes torchrun started, 1 for a process alone."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[torch.device]:
+    """Join the processes that torchrun started, over gloo on CPUs and nccl on GPUs; yield the device of this one.
+
+    Alone, it does nothing. All processes leave together.
+    """
+    if world_size() == 1:
+        yield device
+        return
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
+    try:
+        yield device
+        from_first(0.0, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def from_first(value: int | float, device: torch.device) -> int | float:
+    """Return the value that the first process has, in all of them."""
+    if world_size() == 1:
+        return value
+    shared = torch.tensor([value], dtype=torch.float64, device=device)
+    dist.broadcast(shared, 0)
+    return shared.item()
+
+
+def average_over_processes(tensor: Tensor) -> None:
+    """Replace a tensor, in all processes, by its mean over them."""
+    if world_size() > 1:
+        dist.all_reduce(tensor)
+        tensor /= world_size()
 
 
 # -- mode and precision ------------------------------------------------------------------------------------------------
@@ -134,6 +185,13 @@ def _turn(owners: list[Any]) -> Callable[[], None]:
             owner.fp32_precision = value
 
     return restore
+
+
+def deterministic() -> None:
+    """Allow only kernels that give the same bits every time; some are slower. To be called before CUDA is used."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    _cudnn.deterministic, _cudnn.benchmark = True, False
 
 
 # -- seeds -------------------------------------------------------------------------------------------------------------

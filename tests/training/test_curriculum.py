@@ -1,10 +1,12 @@
 import itertools
 
 import pytest
+import torch
 
 from patchguard.errors import InputError
 from patchguard.training.curriculum import coarse, rate, shares, stage_at, stages
-from patchguard.training.recipe import RECIPES, cifar10, named, tiny
+from patchguard.training.recipes import RECIPES, cifar10, named, summaries, tiny
+from patchguard.training.trainer import boxes_of_stages
 from patchguard.windows import Windows
 
 WINDOWS = Windows.sliding(grid=(32, 32), size=(11, 11))
@@ -64,12 +66,30 @@ def test_the_step_schedule_divides_by_ten_twice() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipes_are_named_after_their_functions_and_make_guards(name: str) -> None:
+def test_recipes_are_named_after_their_functions_and_survive_json(name: str) -> None:
     recipe = named(name)
     assert recipe.name == name
-    guard = recipe.guard((32, 32), tuple("abcdefghij"))
-    assert guard.class_names == tuple("abcdefghij")
+    assert summaries()[name].endswith(".")
     assert recipe.changed({key: value for key, value in recipe.to_json().items() if key != "patch"}) == recipe
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [
+        ("cifar10", (11, 11)),
+        ("cifar10_mask_ds", (1, 8)),
+        ("cifar10_mask_bn17", (8, 8)),
+        ("cifar10_mask_bn17_nearest", (6, 6)),
+        ("imagenette_bn17", (6, 6)),
+        ("paper_imagenette_ds", (1, 66)),
+    ],
+)
+def test_recipes_make_guards_with_masks_for_their_patch(name: str, window: tuple[int, int]) -> None:
+    recipe = named(name)
+    guard = recipe.guard(recipe.source_size, tuple("abcdefghij"))
+    assert guard.class_names == tuple("abcdefghij")
+    masks = guard.defense.masks
+    assert tuple(max(stop - start for start, stop in axis) for axis in (masks.rows, masks.columns)) == window
 
 
 def test_the_default_has_at_most_six_million_parameters() -> None:
@@ -101,6 +121,11 @@ def test_the_default_has_at_most_six_million_parameters() -> None:
         ({"crop": [0.9, 0.5]}, "two shares"),
         ({"temperature": 0.0}, "temperature.*above 0"),
         ({"input_side": 0}, "input_side.*at least 1"),
+        ({"image_side": 0}, "image_side.*at least 1"),
+        ({"held_out": 1.5}, "held_out.*whole number"),
+        ({"held_out": -1}, "held_out.*at least 0"),
+        ({"rate_steps": [0.7, 0.5]}, "rate_steps.*rising"),
+        ({"rate_factor": 2.0}, "rate_factor.*from 0 to 1"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused(change: dict[str, object], message: str) -> None:
@@ -116,6 +141,39 @@ def test_settings_change_one_by_one() -> None:
     assert recipe.model_settings["widths"] == cifar10().model_settings["widths"]
     assert (recipe.patch.height, recipe.patch.width, recipe.mask_steps) == (2, 3, ((0.0, 3),))
     assert recipe.weights == {"double_masking": 0.7, "plain": 0.1}
+
+
+def test_the_paper_divides_the_rate_by_ten_after_ten_of_twenty_epochs() -> None:
+    recipe = named("paper_cifar10_resnet50")
+    rates = [rate(recipe, epoch / recipe.epochs) for epoch in range(recipe.epochs)]
+    assert rates == pytest.approx([0.01] * 10 + [0.001] * 10)
+    assert (recipe.momentum, recipe.weight_decay) == (0.9, 5e-4)
+
+
+@pytest.mark.parametrize("dataset", ["imagenette", "imagenet", "flowers", "cats_vs_dogs", "cifar10"])
+def test_the_paper_retrains_bagnets_twice(dataset: str) -> None:
+    first, second = named(f"paper_{dataset}_bn17"), named(f"paper_{dataset}_bn17_provable")
+    for recipe in (first, second):
+        assert (recipe.dataset, recipe.model, recipe.epochs, recipe.batch_size) == (dataset, "bagnet17", 20, 64)
+        assert {rate(recipe, progress) for progress in (0.0, 0.5, 0.99)} == {0.001}
+        assert (recipe.momentum, recipe.nesterov) == (0.9, False)
+    assert second.initial == first.name
+    assert (first.weights, second.weights, second.mask_cells) == ({"plain": 1.0}, {"provable": 1.0}, 6)
+
+
+def test_masks_of_a_loss_can_be_given_in_cells() -> None:
+    recipe = named("paper_cifar10_bn17_provable")
+    guard = recipe.guard((32, 32), tuple("abcdefghij"))
+    boxes = boxes_of_stages(recipe, guard, (32, 32), torch.device("cpu"))[1]
+    assert len(boxes) == 17 * 17
+    assert set((boxes[:, 1] - boxes[:, 0]).tolist()) == {6}
+
+
+def test_images_are_held_out_by_number_or_by_share() -> None:
+    assert cifar10().held_out_of(50_000) == 5000
+    assert named("imagenette_bn17").held_out_of(9469) == 947
+    assert cifar10().changed({"held_out": 0.25}).held_out_of(100) == 25
+    assert named("imagenette_bn17").changed({"held_out": 30}).held_out_of(100) == 30
 
 
 def test_an_unknown_recipe_names_the_nearest() -> None:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from stripes import recipe, stripes
 
 from patchguard import zoo
-from patchguard.data.datasets import Dataset, Splits, hold_out
+from patchguard.data.datasets import hold_out
 from patchguard.errors import InputError
 from patchguard.patch import Patch
 from patchguard.training import checkpoint, loop, run
 from patchguard.training.curriculum import stages
 from patchguard.training.evaluate import Accuracy, evaluate
-from patchguard.training.recipe import Recipe, tiny
 from patchguard.training.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -27,22 +27,6 @@ def _one_thread() -> object:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def stripes(count: int, seed: int = 0) -> Dataset:
-    """Class 0 has horizontal stripes, class 1 vertical ones, class 2 neither; much noise."""
-    generator = torch.Generator().manual_seed(seed)
-    targets = torch.randint(3, (count,), generator=generator)
-    rows = (torch.arange(16) % 2).float().view(1, 16, 1)
-    patterns = torch.stack([rows.expand(3, 16, 16), rows.mT.expand(3, 16, 16), torch.full((3, 16, 16), 0.5)])
-    noise = torch.rand(count, 3, 16, 16, generator=generator)
-    images = (255 * (0.3 * patterns[targets] + 0.7 * noise)).to(torch.uint8)
-    return Dataset(images, targets, ("lying", "standing", "none"))
-
-
-def recipe(**changes: object) -> Recipe:
-    settings = {"batch_size": 32, "held_out": 60, "patch": Patch(2), "model_settings": {"field": 5, "widths": [8, 8]}}
-    return tiny().changed({**settings, "pad": 1, **changes})
 
 
 def budget(**limits: float) -> loop.Budget:
@@ -157,36 +141,6 @@ def test_accuracy_counts_the_certificates_of_the_guard() -> None:
     assert found.proved == int((true & certificate.certified).sum())
     with pytest.raises(InputError, match="at least one image"):
         evaluate(guard, data.subset(slice(0, 0)), Patch(2))
-
-
-def test_the_command_trains_saves_and_measures_the_saved_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(run.datasets, "load", lambda name, root: Splits(stripes(220), stripes(40, seed=9)))
-    arguments = ["--recipe", "tiny", "--data", "here", "--out", str(tmp_path), "--device", "cpu", "--test"]
-    settings = {"batch_size": 32, "held_out": 60, "patch": 2, "model_settings": {"field": 5, "widths": [8, 8]}}
-    for key, value in {**settings, "other_patches": [1]}.items():
-        arguments += ["--set", f"{key}={json.dumps(value)}"]
-    assert run.main([*arguments, "--epochs", "2"]) == 0
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary == json.loads(capsys.readouterr().out)
-    assert [entry["count"] for entry in summary["test"]] == [40, 40]
-    assert [entry["patch"]["height"] for entry in summary["held_out"]] == [2, 1]
-    guard = zoo.load(tmp_path / "tiny.safetensors")
-    held_out = hold_out(stripes(220), 60)[1]
-    assert evaluate(guard, held_out, Patch(2)).to_json() == summary["held_out"][0]
-    assert zoo.inspect(tmp_path / "tiny.safetensors")["recipe"]["batch_size"] == 32
-    assert guard.class_names == ("lying", "standing", "none")
-
-
-def test_the_command_says_in_one_line_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["--data", str(tmp_path), "--out", str(tmp_path / "out")]
-    assert run.main(["--recipe", "tiny", *common]) == 1
-    assert capsys.readouterr().err.startswith("error: data_batch_1.bin is not in")
-    assert run.main(["--recipe", "tiny", *common, "--epochs", "some"]) == 1
-    assert "whole number of at least 1, or auto" in capsys.readouterr().err
-    assert run.main(["--recipe", "tiny", *common, "--set", "epochs"]) == 1
-    assert "KEY=VALUE" in capsys.readouterr().err
 
 
 def test_a_student_starts_from_one_model_and_learns_from_another(

@@ -50,9 +50,15 @@ def hold_out(train: Dataset, count: int) -> tuple[Dataset, Dataset]:
 
     The split is a seeded draw that depends on the numbers of images alone. Both parts keep the official order.
     """
-    if not 0 <= count < len(train):
+    learned, held_out = held_out_places(len(train), count)
+    return train.subset(learned), train.subset(held_out)
+
+
+def held_out_places(total: int, count: int) -> tuple[Int64[Tensor, " learned"], Int64[Tensor, " held_out"]]:
+    """Return the places, among `total` images, of those to learn from and of `count` held-out ones."""
+    if not 0 <= count < total:
         raise InputError(
-            f"`count` of held-out images must leave some to learn from; got {count} of {len(train)}. Hold out fewer."
+            f"`count` of held-out images must leave some to learn from; got {count} of {total}. Hold out fewer."
         )
-    order = torch.randperm(len(train), generator=generator(SPLIT_SEED, len(train)))
-    return train.subset(order[count:].sort().values), train.subset(order[:count].sort().values)
+    order = torch.randperm(total, generator=generator(SPLIT_SEED, total))
+    return order[count:].sort().values, order[:count].sort().values

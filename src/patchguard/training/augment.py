@@ -1,6 +1,8 @@
 """Random crops, flips and holes, drawn and applied on the device of the images."""
 
 import math
+from dataclasses import dataclass
+from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -8,9 +10,32 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 
+@final
+@dataclass(frozen=True, eq=False)
+class Draws:
+    """Random numbers, one row per image, for the images `part` of a batch of `batch`.
+
+    They are drawn for the whole batch, so that processes that share it see what one process alone would see.
+    """
+
+    generator: torch.Generator
+    batch: int
+    part: slice
+
+    def whole(self, high: int, columns: int = 1) -> Int64[Tensor, "part columns"]:
+        """Return whole numbers from 0 to below `high`."""
+        size = (self.batch, columns)
+        return torch.randint(high, size, generator=self.generator, device=self.generator.device)[self.part]
+
+    def evenly(self, low: float, high: float) -> Float[Tensor, " part"]:
+        """Return numbers between `low` and `high`."""
+        drawn = torch.rand(self.batch, generator=self.generator, device=self.generator.device)
+        return (low + (high - low) * drawn)[self.part]
+
+
 def augmented(
     images: UInt8[Tensor, "batch 3 height width"],
-    generator: torch.Generator,
+    draws: Draws,
     *,
     pad: int = 0,
     flip: bool = False,
@@ -24,27 +49,23 @@ def augmented(
     The result has its channels last in memory.
     """
     batch, _, height, width = images.shape
-
-    def drawn(high: int) -> Int64[Tensor, "batch 1"]:
-        return torch.randint(high, (batch, 1), generator=generator, device=images.device)
-
-    rows = _reflected(torch.arange(height, device=images.device) + drawn(2 * pad + 1) - pad, height)
-    columns = _reflected(torch.arange(width, device=images.device) + drawn(2 * pad + 1) - pad, width)
+    rows = _reflected(torch.arange(height, device=images.device) + draws.whole(2 * pad + 1) - pad, height)
+    columns = _reflected(torch.arange(width, device=images.device) + draws.whole(2 * pad + 1) - pad, width)
     if flip:
-        columns = torch.where(drawn(2) == 1, columns.flip(1), columns)
+        columns = torch.where(draws.whole(2) == 1, columns.flip(1), columns)
     number = torch.arange(batch, device=images.device).view(-1, 1, 1)
     # A slice between two index tensors puts the channels last: batch, height, width, 3.
     pixels = images[number, :, rows.unsqueeze(2), columns.unsqueeze(1)].float() / 255
     if cutout > 0:
-        down = _within(height, drawn(height), cutout)
-        along = _within(width, drawn(width), cutout)
+        down = _within(height, draws.whole(height), cutout)
+        along = _within(width, draws.whole(width), cutout)
         pixels = torch.where((down.unsqueeze(2) & along.unsqueeze(1)).unsqueeze(3), 0.5, pixels)
     return pixels.permute(0, 3, 1, 2)
 
 
 def resized_crop(
     images: UInt8[Tensor, "batch 3 height width"],
-    generator: torch.Generator,
+    draws: Draws,
     *,
     area: tuple[float, float],
     flip: bool = False,
@@ -56,24 +77,19 @@ def resized_crop(
            logarithm, lies between 1 / `ratio` and `ratio`; sides end at the image's. Its place is drawn evenly. Left
            and right are swapped with probability one half where `flip`. Pixels between pixels are interpolated.
     """
-    batch = len(images)
-
-    def drawn(low: float, high: float) -> Float[Tensor, " batch"]:
-        return low + (high - low) * torch.rand(batch, generator=generator, device=images.device)
-
-    share, shape = drawn(*area), torch.exp(drawn(-math.log(ratio), math.log(ratio)))
+    share, shape = draws.evenly(*area), torch.exp(draws.evenly(-math.log(ratio), math.log(ratio)))
     tall, wide = (share / shape).sqrt().clamp(max=1), (share * shape).sqrt().clamp(max=1)
     # Coordinates run from -1 to 1: a crop of relative size s can be centred anywhere in [s - 1, 1 - s].
-    down, along = drawn(-1.0, 1.0) * (1 - tall), drawn(-1.0, 1.0) * (1 - wide)
-    mirror = torch.where(drawn(0.0, 1.0) < 0.5, -1.0, 1.0) if flip else torch.ones_like(wide)
+    down, along = draws.evenly(-1.0, 1.0) * (1 - tall), draws.evenly(-1.0, 1.0) * (1 - wide)
+    mirror = torch.where(draws.evenly(0.0, 1.0) < 0.5, -1.0, 1.0) if flip else torch.ones_like(wide)
     nothing = torch.zeros_like(wide)
-    affine = torch.stack([wide * mirror, nothing, along, nothing, tall, down], 1).view(batch, 2, 3)
+    affine = torch.stack([wide * mirror, nothing, along, nothing, tall, down], 1).view(len(images), 2, 3)
     grid = F.affine_grid(affine, list(images.shape), align_corners=False)
     return F.grid_sample(images.float() / 255, grid, padding_mode="reflection", align_corners=False)
 
 
 def recoloured(
-    pixels: Float[Tensor, "batch 3 height width"], generator: torch.Generator, strength: float
+    pixels: Float[Tensor, "batch 3 height width"], draws: Draws, strength: float
 ) -> Float[Tensor, "batch 3 height width"]:
     """Return images with other colours.
 
@@ -82,7 +98,7 @@ def recoloured(
     """
 
     def drawn(low: float, high: float) -> Float[Tensor, "batch 1 1 1"]:
-        return low + (high - low) * torch.rand(len(pixels), 1, 1, 1, generator=generator, device=pixels.device)
+        return draws.evenly(low, high).view(-1, 1, 1, 1)
 
     grey = pixels.mean(1, keepdim=True)
     pixels = grey + drawn(1 - strength, 1 + strength) * (pixels - grey)

@@ -23,7 +23,8 @@ def save(folder: Path, epoch: int, tensors: dict[str, Tensor], state: dict[str, 
     """Write the state after `epoch` epochs, then remove older ones."""
     final = folder / f"checkpoint-{epoch:06d}"
     draft = folder / f".{final.name}.{os.getpid()}.draft"
-    shutil.rmtree(draft, ignore_errors=True)
+    for left in folder.glob(".checkpoint-*.draft"):  # by a run that was killed while it wrote
+        shutil.rmtree(left, ignore_errors=True)
     draft.mkdir(parents=True)
     for number, part in enumerate(_parts(tensors)):
         save_file(part, draft / f"part-{number:02d}.safetensors")

@@ -11,7 +11,6 @@ from patchguard.training.recipe import Recipe
 from patchguard.windows import Interval, Windows
 
 FINAL_RATE = 1e-3  # of the peak, at the last step of one cycle
-STEPS = (0.5, 0.75)  # where the step schedule divides the rate by ten
 
 
 @final
@@ -48,12 +47,12 @@ def rate(recipe: Recipe, progress: float) -> float:
     """Return the learning rate at `progress`.
 
     Both schedules rise linearly from 0 over the first `warm_up`. Then one cycle falls to a thousandth of the peak along
-    half a cosine; the step schedule divides by ten at one half and at three quarters.
+    half a cosine; the step schedule multiplies it by `rate_factor` at each of `rate_steps`.
     """
     if progress < recipe.warm_up:
         return recipe.peak_rate * progress / recipe.warm_up
     if recipe.schedule == "step":
-        return recipe.peak_rate * 0.1 ** sum(progress >= step for step in STEPS)
+        return recipe.peak_rate * recipe.rate_factor ** sum(progress >= step for step in recipe.rate_steps)
     done = (progress - recipe.warm_up) / (1 - recipe.warm_up)
     share = (1 + math.cos(math.pi * done)) / 2
     return recipe.peak_rate * (FINAL_RATE + (1 - FINAL_RATE) * share)

@@ -14,12 +14,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from patchguard import runtime
 from patchguard.data.datasets import Dataset
 from patchguard.errors import InputError
-from patchguard.training import checkpoint
+from patchguard.training import checkpoint, curve
 from patchguard.training.curriculum import rate, shares, stage_at
 from patchguard.training.evaluate import Accuracy, evaluate
-from patchguard.training.trainer import TIMED_STEPS, Trainer
+from patchguard.training.recipe import Recipe
+from patchguard.training.trainer import TIMED_STEPS, Tick, Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ def planned_epochs(trainer: Trainer, held_out: Dataset | None, budget: Budget) -
 
 def certifying_seconds(trainer: Trainer, held_out: Dataset | None) -> float:
     """Return the time to certify one image; a first pass traces the network and lets cuDNN choose its kernels."""
-    sample = (held_out or Dataset(trainer.images, trainer.targets, trainer.guard.class_names)).subset(slice(0, 500))
+    sample = (held_out or Dataset(*trainer.feed.first(500), trainer.guard.class_names)).subset(slice(0, 500))
     evaluate(trainer.guard, sample, trainer.recipe.patch)
     start = time.monotonic()
     evaluate(trainer.guard, sample, trainer.recipe.patch)
@@ -93,21 +95,29 @@ def run(
     budget: Budget,
     held_out: Dataset | None = None,
     report: Report = lambda record: None,
+    tick: Tick = lambda progress: None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Train, from the latest checkpoint in `out` if there is one; return whether the last epoch was reached.
 
-    `epochs=None` chooses their number once, by `planned_epochs`; a continued run keeps it.
+    `epochs=None` chooses their number once, by `planned_epochs`; a continued run keeps it. `report` gets the record of
+    each epoch, `tick` the share of training done after each step. Once `stopped()`, the epoch is finished and saved.
+
+    Among several processes, the first one alone measures, reports and writes; all read `out`, which they must share.
     """
     out.mkdir(parents=True, exist_ok=True)
     held_out = None if held_out is None else on_device(held_out, trainer)
     start, planned = resume(trainer, out)
     if planned is None:
         planned = planned_epochs(trainer, held_out, budget) if epochs is None else epochs
+        planned = int(runtime.from_first(planned, trainer.device))
+    first = runtime.rank() == 0
     every = max(1, planned // EVALUATIONS)
     saved = time.monotonic()
-    keep_log(out, start)
     best = Best(out)
-    best.forget_after(start)
+    if first:
+        keep_log(out, start)
+        best.forget_after(start)
     slowest = 0.0
     for number in range(start, planned):
         begun = time.monotonic()
@@ -116,25 +126,28 @@ def run(
             "epochs": planned,
             "mask_step": stage_at(trainer.recipe, number / planned).mask_step,
             "rate": rate(trainer.recipe, number / planned),
-            **trainer.epoch(number, planned),
+            **trainer.epoch(number, planned, tick),
         }
         seconds = time.monotonic() - begun
         record["images_per_second"] = trainer.steps * trainer.recipe.batch_size / seconds
-        if held_out is not None and (number + 1) % every == 0 and number + 1 < planned:
+        if first and held_out is not None and (number + 1) % every == 0 and number + 1 < planned:
             some = evaluate(trainer.guard, held_out.subset(slice(0, EVALUATED)), trainer.recipe.patch)
             record["held_out"] = some.to_json()
             best.offer(trainer.guard.model, number + 1, some)
         now = time.monotonic()
         record |= {"seconds": now - begun, "elapsed": now - budget.started, "left": (planned - number - 1) * seconds}
-        with (out / "log.jsonl").open("a") as log:
-            log.write(json.dumps(record) + "\n")
-        report(record)
         slowest = max(slowest, now - begun)
-        late = now + slowest > budget.started + budget.stop
-        if number + 1 == planned or late or now - saved >= budget.checkpoint_every:
-            save(trainer, out, number + 1, planned)
-            saved = time.monotonic()
-        if late and number + 1 < planned:
+        late = stopped() or now + slowest > budget.started + budget.stop
+        if first:
+            with (out / "log.jsonl").open("a") as log:
+                log.write(json.dumps(record) + "\n")
+            report(record)
+            if number + 1 == planned or late or now - saved >= budget.checkpoint_every:
+                save(trainer, out, number + 1, planned)
+                curve.write(out, trainer.recipe.name)
+                saved = time.monotonic()
+        # Clocks differ: all processes stop when the first one does.
+        if runtime.from_first(late, trainer.device) and number + 1 < planned:
             return False
     return True
 
@@ -205,8 +218,10 @@ def resume(trainer: Trainer, out: Path) -> tuple[int, int | None]:
     if found is None:
         return 0, None
     tensors, state = found
-    if state["recipe"] != trainer.recipe.to_json():
-        changed = [key for key, value in trainer.recipe.to_json().items() if state["recipe"].get(key) != value]
+    # A setting that is younger than the checkpoint had its default then.
+    before = {**Recipe(name="").to_json(), **state["recipe"]}
+    if before != trainer.recipe.to_json():
+        changed = [key for key, value in trainer.recipe.to_json().items() if before.get(key) != value]
         raise InputError(
             f"{out} holds a run with other settings ({', '.join(changed)}). Use another folder, or the same settings."
         )
@@ -225,6 +240,9 @@ def keep_log(out: Path, epochs: int) -> None:
             record = json.loads(line)
         except ValueError:
             break
-        if record["epoch"] <= epochs:
+        if line.endswith("\n") and record["epoch"] <= epochs:
             kept.append(line)
-    path.write_text("".join(kept))
+    if kept != lines:
+        draft = out / ".log.draft"
+        draft.write_text("".join(kept))
+        os.replace(draft, path)

@@ -1,8 +1,8 @@
-"""`Recipe`: every number of a training run. A recipe is a function here that returns one."""
+"""`Recipe`: every number of a training run. The recipes themselves are functions in recipes.py and paper_recipes.py."""
 
 import json
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, final
 
@@ -12,7 +12,6 @@ from patchguard.errors import InputError, nearest
 from patchguard.evidence import Evidence
 from patchguard.guard import Guard
 from patchguard.models import build
-from patchguard.models.base import CIFAR10_MEAN, CIFAR10_STD
 from patchguard.patch import Patch
 from patchguard.training.losses import check_weights
 from patchguard.windows import Windows
@@ -24,7 +23,15 @@ _DEFENSES: dict[str, Defense[Any]] = {
     "MajorityVote": MajorityVote(),
     "Undefended": Undefended(),
 }
-_OPTIONAL = {"low": float, "clip_norm": float, "input_side": int, "initial": str, "teacher": str, "crop": tuple}
+_OPTIONAL = {
+    "low": float,
+    "clip_norm": float,
+    "initial": str,
+    "teacher": str,
+    "crop": tuple,
+    **dict.fromkeys(("input_side", "image_side", "mask_cells"), int),
+}
+CIFAR10_SIDE, PHOTO_SIDE = 32, 224
 
 
 @final
@@ -36,14 +43,19 @@ class Recipe:
     shape when `epochs` changes. `mask_steps` lists (start, step): from `start` on, losses search the worst place among
     masks that each hold `step` x `step` neighbouring windows of the patch; 1 is every window. The first `plain_share`
     of training uses the plain loss alone. `ema` is the decay per step of the weight average that is evaluated and
-    saved; 0 takes the last weights. `held_out` training images choose settings and checkpoints; 0 learns from all.
+    saved; 0 takes the last weights. `held_out` training images choose settings and checkpoints: a number of them, or,
+    below 1, a share; 0 learns from all.
 
     `evidence` is the kind that the defense sees and the losses train: logits clipped from below at `low`, confidence,
     or votes. With `regions` above 0, an ablation learns from so many random regions of each image in place of all.
     `initial` and `teacher` name trained models: weights to start from, and one whose softened answers (logits divided
-    by `temperature`) make up the share `trust` of what is to be learned. `input_side` is what images are resized to.
-    Crops shift by up to `pad` pixels; `crop`, for photos, is the range of the area that a crop takes; `colour` is how
-    far colours move.
+    by `temperature`) make up the share `trust` of what is to be learned. Crops shift by up to `pad` pixels; `crop`, for
+    photos, is the range of the area that a crop takes; `colour` is how far colours move.
+
+    `image_side` is the side that photos are brought to when they are read: the source images, in whose pixels patches
+    are counted (CIFAR-10 stays as it is). `input_side` is what the Guard itself then resizes them to. `mask_cells`, if
+    given, makes the masks of losses squares of so many cells in place of the windows of `patch`. The step schedule
+    multiplies the rate by `rate_factor` at each of `rate_steps`, which are shares of all epochs.
     """
 
     name: str
@@ -55,6 +67,7 @@ class Recipe:
     low: float | None = None
     drift: float = 0.0
     input_side: int | None = None
+    image_side: int | None = None
     resize: Literal["bicubic", "bilinear", "nearest"] = "bicubic"
     patch: Patch = field(default_factory=lambda: Patch(5))
     other_patches: tuple[int, ...] = (2, 8)
@@ -66,13 +79,17 @@ class Recipe:
     temperature: float = 3.0
     plain_share: float = 0.2
     mask_steps: tuple[tuple[float, int], ...] = ((0.0, 4),)
+    mask_cells: int | None = None
     epochs: int = 60
     batch_size: int = 512
     optimizer: str = "sgd"
     schedule: str = "one_cycle"
+    rate_steps: tuple[float, ...] = (0.5, 0.75)
+    rate_factor: float = 0.1
     peak_rate: float = 0.3
     warm_up: float = 0.15
     momentum: float = 0.9
+    nesterov: bool = True
     weight_decay: float = 5e-4
     label_smoothing: float = 0.0
     ema: float = 0.998
@@ -82,7 +99,7 @@ class Recipe:
     flip: bool = True
     cutout: int = 0
     colour: float = 0.0
-    held_out: int = 5000
+    held_out: int | float = 5000
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -94,18 +111,22 @@ class Recipe:
         _one_of(self, "schedule", ("one_cycle", "step"))
         for name in ("epochs", "batch_size"):
             _number(self, name, least=1, whole=True)
-        for name in ("pad", "cutout", "held_out", "seed", "regions"):
+        for name in ("pad", "cutout", "seed", "regions"):
             _number(self, name, least=0, whole=True)
         for name in ("peak_rate", "weight_decay", "drift"):
             _number(self, name, least=0)
-        for name in ("plain_share", "warm_up", "momentum", "label_smoothing", "ema", "trust", "colour"):
+        for name in ("plain_share", "warm_up", "momentum", "label_smoothing", "ema", "trust", "colour", "rate_factor"):
             _number(self, name, least=0, most=1.0)
         if self.momentum >= 1 or self.ema >= 1 or self.warm_up >= 1:
             raise InputError("`momentum`, `ema` and `warm_up` must lie below 1.")
         if not self.temperature > 0:
             raise InputError(f"`temperature` must be above 0; got {self.temperature}.")
-        if self.input_side is not None:
-            _number(self, "input_side", least=1, whole=True)
+        for name in ("input_side", "image_side", "mask_cells"):
+            if getattr(self, name) is not None:
+                _number(self, name, least=1, whole=True)
+        _number(self, "held_out", least=0, whole=isinstance(self.held_out, int) or self.held_out >= 1)
+        if list(self.rate_steps) != sorted(set(self.rate_steps)) or not all(0 < step < 1 for step in self.rate_steps):
+            raise InputError(f"`rate_steps` must be rising shares between 0 and 1; got {list(self.rate_steps)}.")
         if self.crop is not None and not (len(self.crop) == 2 and 0 < self.crop[0] <= self.crop[1] <= 1):
             raise InputError(f"`crop` must be two shares of the area, such as [0.35, 1.0]; got {self.crop}.")
         if self.clip_norm is not None:
@@ -121,6 +142,16 @@ class Recipe:
             raise InputError(f"{wanted}, with starts that rise from 0 and stay below 1; got {self.mask_steps}.")
         if min(step for _, step in self.mask_steps) < 1:
             raise InputError(f"{wanted}, with steps of at least 1; got {self.mask_steps}.")
+
+    @property
+    def source_size(self) -> tuple[int, int]:
+        """Height and width of the source images."""
+        side = CIFAR10_SIDE if self.dataset == "cifar10" else self.image_side or PHOTO_SIDE
+        return side, side
+
+    def held_out_of(self, count: int) -> int:
+        """Return how many of `count` training images are held out."""
+        return self.held_out if isinstance(self.held_out, int) else round(self.held_out * count)
 
     def guard(self, size: tuple[int, int], class_names: tuple[str, ...]) -> Guard[Any]:
         """Return the Guard to train: fresh weights, and masks that fit `patch` in source images of `size`."""
@@ -143,7 +174,7 @@ class Recipe:
     def changed(self, assignments: Mapping[str, Any]) -> "Recipe":
         """Return the recipe with other settings; `weights.plain` names one entry of a mapping.
 
-        >>> cifar10().changed({"epochs": 3, "weights.plain": 0.5}).weights["plain"]
+        >>> Recipe(name="mine").changed({"epochs": 3, "weights.plain": 0.5}).weights["plain"]
         0.5
         """
         settings = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -165,6 +196,10 @@ def _converted(name: str, value: Any, current: Any) -> Any:
             return tuple((float(start), operator.index(step)) for start, step in value)
         if name == "other_patches":
             return tuple(operator.index(side) for side in value)
+        if name == "rate_steps":
+            return tuple(float(step) for step in value)
+        if name == "held_out" and not isinstance(value, bool):
+            return value if isinstance(value, int) else float(value)
         if name == "weights":
             return {loss: float(weight) for loss, weight in value.items()}
         if name in _OPTIONAL:
@@ -195,115 +230,3 @@ def _number(recipe: Recipe, name: str, *, least: int, most: float = float("inf")
     if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
         limit = f"from {least} to {most}" if most < float("inf") else f"of at least {least}"
         raise InputError(f"`{name}` must be a {'whole ' if whole else ''}number {limit}; got {value!r}.")
-
-
-# -- recipes -----------------------------------------------------------------------------------------------------------
-
-
-# Source images of any size are brought to the 32 pixels that the network knows; for CIFAR-10 itself nothing changes.
-_CIFAR10: dict[str, Any] = {"input_side": 32, "resize": "bilinear"}
-
-
-def cifar10() -> Recipe:
-    """The default model: double masking of signed logits, trained at its own worst pair of masks."""
-    return Recipe(
-        name="cifar10",
-        **_CIFAR10,
-        # Multiples of 64 channels fill the tiles of a GPU's matrix units; 5.2 million parameters.
-        model_settings={"field": 7, "widths": [192, 384, 384, 768, 768, 768]},
-        drift=1e-3,
-        weights={"double_masking": 0.7, "plain": 0.3},
-        plain_share=0.15,
-        mask_steps=((0.0, 4), (0.8, 2)),
-        teacher="cifar10_resnet18",
-        # Without these the network knows every training image by heart long before the end.
-        weight_decay=1e-3,
-        cutout=10,
-        colour=0.4,
-        epochs=80,
-    )
-
-
-def cifar10_mask_srf() -> Recipe:
-    """Robust masking of logits clipped at 0: the default's network, learning on at the worst window of Algorithm 2."""
-    return Recipe(
-        name="cifar10_mask_srf",
-        **_CIFAR10,
-        model_settings={"field": 7, "widths": [192, 384, 384, 768, 768, 768]},
-        defense="RobustMasking",
-        low=0.0,
-        drift=1e-3,
-        weights={"robust_masking": 0.7, "plain": 0.3},
-        plain_share=0.0,
-        mask_steps=((0.0, 4), (0.5, 2)),
-        initial="cifar10",
-        teacher="cifar10_resnet18",
-        weight_decay=1e-3,
-        cutout=10,
-        colour=0.4,
-        peak_rate=0.1,
-        epochs=12,
-    )
-
-
-def cifar10_mask_ds() -> Recipe:
-    """Robust masking of the confidences of DS-ResNet-18: a ResNet-18 that sees bands of four columns."""
-    return Recipe(
-        name="cifar10_mask_ds",
-        **_CIFAR10,
-        model="ds_resnet18",
-        defense="RobustMasking",
-        evidence="confidence",
-        drift=1e-4,
-        weights={"local": 1.0},
-        plain_share=0.0,
-        regions=1,
-        teacher="cifar10_resnet18",
-        peak_rate=0.2,
-        epochs=100,
-    )
-
-
-def cifar10_resnet18() -> Recipe:
-    """An ordinary ResNet-18 without defense: what a certificate costs in accuracy, and a teacher."""
-    return Recipe(
-        name="cifar10_resnet18",
-        **_CIFAR10,
-        model="resnet18",
-        model_settings={"small_images": True, "width": 0.75, "mean": list(CIFAR10_MEAN), "std": list(CIFAR10_STD)},
-        defense="Undefended",
-        other_patches=(),
-        plain_share=1.0,
-        peak_rate=0.2,
-        cutout=8,
-        epochs=60,
-    )
-
-
-def tiny() -> Recipe:
-    """A thin network and small batches: seconds on a CPU, for tests and first steps."""
-    return Recipe(
-        name="tiny",
-        model_settings={"field": 5, "widths": [12, 16]},
-        patch=Patch(3),
-        other_patches=(),
-        weights={"double_masking": 0.5, "plain": 0.5},
-        mask_steps=((0.0, 8), (0.6, 4)),
-        epochs=3,
-        batch_size=64,
-        peak_rate=0.2,
-        ema=0.9,
-        held_out=200,
-    )
-
-
-RECIPES: dict[str, Callable[[], Recipe]] = {
-    recipe.__name__: recipe for recipe in (cifar10, cifar10_mask_srf, cifar10_mask_ds, cifar10_resnet18, tiny)
-}
-
-
-def named(name: str) -> Recipe:
-    """Return the recipe of this name."""
-    if name not in RECIPES:
-        raise InputError(f"`recipe` must be a known name; got {name!r}. {nearest(name, list(RECIPES))}")
-    return RECIPES[name]()

@@ -1,149 +1,182 @@
-"""Train a recipe from the command line, evaluate it, and save the Guard.
+"""One training run from the data to the summary: train, choose weights, save the Guard, measure the file.
 
-    python -m patchguard.training.run --recipe cifar10 --data DATA --out runs/cifar10 --epochs auto --minutes 9
-    python -m patchguard.training.run --recipe tiny --data DATA --out runs/tiny --set epochs=2 --set weights.plain=0.4
+    run.train(run.Options(recipe=recipes.named("tiny"), data=Path("data"), out=Path("runs/tiny")))
 
-The folder `--out` gets checkpoints, log.jsonl (one line per epoch), NAME.safetensors and summary.json. The same command
-again goes on where the last one stopped.
+The folder `out` gets checkpoints, log.jsonl (one line per epoch), curve.png, NAME.safetensors and summary.json. The
+same options again go on where the last call stopped. On the command line this is `patchguard train`; for torchrun,
+
+    torchrun --nproc-per-node 2 -m patchguard.training.run --recipe tiny --data data --out runs/tiny
+
+takes the same options.
 """
 
-import argparse
+import importlib
 import json
 import logging
 import math
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
-STARTED = time.monotonic()
+import torch
+from torch import Tensor
 
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from patchguard import zoo  # noqa: E402
-from patchguard.data import datasets  # noqa: E402
-from patchguard.data.datasets import Dataset  # noqa: E402
-from patchguard.errors import InputError  # noqa: E402
-from patchguard.guard import Guard  # noqa: E402
-from patchguard.patch import Patch  # noqa: E402
-from patchguard.runtime import choose_device, environment  # noqa: E402
-from patchguard.training import loop  # noqa: E402
-from patchguard.training.evaluate import Accuracy, evaluate  # noqa: E402
-from patchguard.training.recipe import RECIPES, Recipe, named  # noqa: E402
-from patchguard.training.trainer import Trainer  # noqa: E402
+from patchguard import runtime, zoo
+from patchguard.data import datasets
+from patchguard.data.dataset import held_out_places
+from patchguard.data.datasets import Dataset
+from patchguard.data.loading import loaded
+from patchguard.data.source import Source
+from patchguard.errors import InputError
+from patchguard.guard import Guard
+from patchguard.patch import Patch
+from patchguard.training import feed, loop
+from patchguard.training.evaluate import Accuracy, evaluate
+from patchguard.training.recipe import Recipe
+from patchguard.training.trainer import Tick, Trainer
 
 logger = logging.getLogger("patchguard.training")
 
 MODES = ("default", "max-autotune-no-cudagraphs", "off")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    description, _, examples = (__doc__ or "").partition("\n\n")
-    made = argparse.ArgumentParser(
-        prog="python -m patchguard.training.run",
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument("--recipe", required=True, help=f"one of {', '.join(RECIPES)}")
-    made.add_argument("--data", type=Path, required=True, help="folder that holds the dataset's files")
-    made.add_argument("--out", type=Path, required=True, help="folder of this run")
-    made.add_argument("--epochs", help="a number, or auto: as many as fit the minutes")
-    made.add_argument("--minutes", type=float, help="stop in time, counted from the start of this call")
-    made.add_argument(
-        "--plan-minutes", type=float, help="with --epochs auto: time of the whole run, over several calls"
-    )
-    made.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another setting; VALUE is JSON")
-    made.add_argument("--test", action="store_true", help="measure the test set, too: once per published model")
-    made.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1")
-    made.add_argument("--compile", default=None, choices=MODES, help="torch.compile; on GPUs it is the default")
-    made.add_argument("--limit", type=int, help="learn from the first images only: for a quick try")
-    return made
+@final
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What one call does with a recipe.
 
-
-def assignments(texts: list[str]) -> dict[str, Any]:
-    """Read KEY=VALUE; a value that is not JSON is text.
-
-    >>> assignments(["epochs=3", "optimizer=adamw"])
-    {'epochs': 3, 'optimizer': 'adamw'}
+    `epochs` of None takes the recipe's, "auto" as many as fit `plan_minutes`, the time of the whole run over several
+    calls, or else `minutes`, after which this call stops with a checkpoint. `started` is when its clock began. `test`
+    measures the test set, too: once per published model. `compile_mode` of None compiles on GPUs alone. `limit` learns
+    from the first images only. `deterministic` allows only kernels that give the same bits every time.
     """
-    found: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise InputError(f"`--set` must be KEY=VALUE; got {text!r}.")
-        try:
-            found[key] = json.loads(value)
-        except ValueError:
-            found[key] = value
-    return found
+
+    recipe: Recipe
+    data: Path
+    out: Path
+    epochs: int | str | None = None
+    minutes: float | None = None
+    plan_minutes: float | None = None
+    test: bool = False
+    device: str = "auto"
+    compile_mode: str | None = None
+    limit: int | None = None
+    deterministic: bool = False
+    checkpoint_seconds: float = 60.0
+    started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        if self.compile_mode not in (None, *MODES):
+            raise InputError(f"`compile` must be one of {', '.join(MODES)}; got {self.compile_mode!r}.")
+        if self.limit is not None and self.limit < 1:
+            raise InputError(f"`limit` must be a whole number of at least 1; got {self.limit}.")
+        self.planned_epochs()
+
+    def planned_epochs(self) -> int | None:
+        """Return the number of epochs, or None where it is to fit the time."""
+        if self.epochs == "auto":
+            return None
+        if self.epochs is None:
+            return self.recipe.epochs
+        if not str(self.epochs).isdigit() or int(self.epochs) < 1:
+            raise InputError(f"`epochs` must be a whole number of at least 1, or auto; got {self.epochs!r}.")
+        return int(self.epochs)
+
+    def budget(self, certified: int) -> loop.Budget:
+        """Return the limits of time, where so many images are certified after the last epoch."""
+        stop = math.inf if self.minutes is None else 60 * self.minutes
+        plan = stop if self.plan_minutes is None else 60 * self.plan_minutes
+        return loop.Budget(
+            started=self.started,
+            stop=stop,
+            plan=plan,
+            certified=certified,
+            checkpoint_every=self.checkpoint_seconds,
+        )
 
 
-def show(record: dict[str, Any]) -> None:
-    """Write one line about an epoch."""
-    line = (
-        f"epoch {record['epoch']:3d}/{record['epochs']}  loss {record['loss']:.4f}  "
-        f"train {record['train_accuracy']:.2%}  masks {record['mask_step'] or 'none'}  "
-        f"{record['images_per_second']:,.0f} images/s  left {record['left']:.0f} s"
-    )
-    if "held_out" in record:
-        held_out = record["held_out"]
-        line += f"  held out: clean {held_out['clean']:.2%} certified {held_out['certified']:.2%}"
-    logger.info(line)
+def train(
+    options: Options,
+    *,
+    report: loop.Report = lambda record: None,
+    tick: Tick = lambda progress: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
+    """Train, evaluate and save; return the summary, or None where the run stopped before its last epoch.
+
+    Of several processes, only the first one returns a summary.
+    """
+    if options.deterministic:
+        runtime.deterministic()
+    with runtime.process_group(runtime.choose_device(options.device)) as device:
+        return _train(options, device, report, tick, stopped)
 
 
-def train(options: argparse.Namespace) -> dict[str, Any] | None:
-    """Train, evaluate and save; return the summary, or None where time ran out before the last epoch."""
-    recipe = named(options.recipe).changed(assignments(options.set))
-    epochs = epochs_of(options, recipe)
-    device = choose_device(options.device)
-    if device.type == "cuda":
+def _train(
+    options: Options, device: torch.device, report: loop.Report, tick: Tick, stopped: Callable[[], bool]
+) -> dict[str, Any] | None:
+    recipe = options.recipe
+    if device.type == "cuda" and not options.deterministic:
         torch.backends.cudnn.benchmark = True
-    splits = datasets.load(recipe.dataset, options.data)
-    train_set = splits.train
-    if options.limit is not None:
-        train_set = train_set.subset(slice(0, options.limit))
-    learned, held_out = datasets.hold_out(train_set, recipe.held_out)
-    mode = options.compile or ("default" if device.type == "cuda" else "off")
+    learned, held_out, test = data_of(options, device)
+    mode = options.compile_mode or ("default" if device.type == "cuda" else "off")
     trainer = Trainer(recipe, learned, device=device, compile_mode=None if mode == "off" else mode)
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     logger.info("%s: %s parameters, %d steps per epoch, %s", recipe.name, f"{parameters:,}", trainer.steps, device)
     patches = 1 + len(recipe.other_patches)
-    certified = (2 + patches) * len(held_out) + (patches * len(splits.test) if options.test else 0)
-    stop = math.inf if options.minutes is None else 60 * options.minutes
-    plan = stop if options.plan_minutes is None else 60 * options.plan_minutes
-    budget = loop.Budget(started=STARTED, stop=stop, plan=plan, certified=certified)
+    certified = (2 + patches) * len(held_out) + (0 if test is None else patches * len(test))
     begun = time.monotonic()
     finished = loop.run(
-        trainer, options.out, epochs=epochs, budget=budget, held_out=held_out if len(held_out) else None, report=show
+        trainer,
+        options.out,
+        epochs=options.planned_epochs(),
+        budget=options.budget(certified),
+        held_out=held_out if len(held_out) else None,
+        report=report,
+        tick=tick,
+        stopped=stopped,
     )
-    if not finished:
-        logger.info("time is up before the last epoch: run the same command again to go on")
+    if not finished or runtime.rank() > 0:
         return None
     summary = {
         "recipe": recipe.to_json(),
-        "environment": environment(),
+        "environment": runtime.environment(),
         "device": str(device),
+        "processes": runtime.world_size(),
         "parameters": parameters,
         "learned_from": len(learned),
         "training_seconds_of_this_call": time.monotonic() - begun,
     }
-    conclude(trainer, options.out, held_out, splits.test if options.test else None, summary)
+    conclude(trainer, options.out, held_out, test, summary)
     return summary
 
 
-def epochs_of(options: argparse.Namespace, recipe: Recipe) -> int | None:
-    """Return the number of epochs, or None where it is to fit the time."""
-    if options.epochs == "auto":
-        return None
-    if options.epochs is None:
-        return recipe.epochs
-    if not options.epochs.isdigit() or int(options.epochs) < 1:
-        raise InputError(f"`--epochs` must be a whole number of at least 1, or auto; got {options.epochs!r}.")
-    return int(options.epochs)
+def data_of(options: Options, device: torch.device) -> tuple[Dataset | Source, Dataset, Dataset | None]:
+    """Return what to learn from, what is held out, and, where it is wanted, what to test on.
+
+    Training photos that do not fit into half of the memory are decoded anew in every epoch.
+    """
+    recipe, size = options.recipe, options.recipe.source_size
+    if recipe.dataset == "cifar10":
+        splits = datasets.load(recipe.dataset, options.data)
+        train_set = splits.train if options.limit is None else splits.train.subset(slice(0, options.limit))
+        learned, held_out = datasets.hold_out(train_set, recipe.held_out_of(len(train_set)))
+        return learned, held_out, splits.test if options.test else None
+    source, tested = datasets.sources(recipe.dataset, options.data)
+    # Files are sorted by class, so that the first ones would be of one class: a choice spread over all of them.
+    source = source if options.limit is None else source.limited(options.limit)
+    test = loaded(tested, size=size)[0] if options.test else None
+    if feed.fits(len(source), size, device):
+        whole = loaded(source, size=size)[0]
+        return *datasets.hold_out(whole, recipe.held_out_of(len(whole))), test
+    logger.info("%s images do not fit into memory and are decoded anew in every epoch", f"{len(source):,}")
+    kept, apart = held_out_places(len(source), recipe.held_out_of(len(source)))
+    held_out = loaded(source.subset(apart.tolist()), size=size)[0]
+    return source.subset(kept.tolist()), held_out, test
 
 
 def conclude(trainer: Trainer, out: Path, held_out: Dataset, test: Dataset | None, summary: dict[str, Any]) -> None:
@@ -157,9 +190,10 @@ def conclude(trainer: Trainer, out: Path, held_out: Dataset, test: Dataset | Non
         summary |= choose_weights(trainer, held_out, best.tensors()) | {"best": best.state()}
         zoo.save(trainer.guard, path, recipe=recipe.to_json(), half=True)
     guard = zoo.load(path)
-    guard.windows(recipe.patch, *trainer.images.shape[2:])  # traced while it lies on the CPU
+    guard.windows(recipe.patch, *trainer.size)  # traced while it lies on the CPU
     guard.model.to(device=trainer.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     summary["digest"] = zoo.inspect(path)["digest"]
+    write_summary(out, summary)
     for name, data in (("held_out", held_out), ("test", None if test is None else loop.on_device(test, trainer))):
         if data is None or len(data) == 0:
             continue
@@ -167,7 +201,7 @@ def conclude(trainer: Trainer, out: Path, held_out: Dataset, test: Dataset | Non
         for accuracy in accuracies(guard, recipe, data):
             logger.info("%s: %s", name, accuracy)
             summary[name].append(accuracy.to_json())
-            (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+            write_summary(out, summary)
 
 
 def choose_weights(trainer: Trainer, held_out: Dataset, best: dict[str, Tensor] | None) -> dict[str, Any]:
@@ -196,19 +230,19 @@ def accuracies(guard: Guard[Any], recipe: Recipe, data: Dataset) -> Iterator[Acc
         yield evaluate(guard.for_patch(Patch(side), *data.size), data, Patch(side))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; input that a user can mend ends in one line."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S", stream=sys.stderr)
-    options = parser().parse_args(arguments)
-    try:
-        summary = train(options)
-    except InputError as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    if summary is not None:
-        sys.stdout.write(json.dumps(summary) + "\n")
-    return 0
+def write_summary(out: Path, summary: dict[str, Any]) -> None:
+    """Write `summary.json`, all or nothing."""
+    draft = out / ".summary.draft"
+    draft.write_text(json.dumps(summary, indent=1) + "\n")
+    os.replace(draft, out / "summary.json")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run `patchguard train`, whose options are defined once, in its command."""
+    # By name: as a module to be run this is the command line, which otherwise lies above it.
+    command_line = importlib.import_module("patchguard.cli")
+    command_line.app(["train", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

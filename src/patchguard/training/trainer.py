@@ -3,28 +3,34 @@
 import copy
 import logging
 import time
-from collections.abc import Iterator
-from typing import Any, final
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias, final
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from patchguard import zoo
+from patchguard import runtime
 from patchguard.data.datasets import Dataset
+from patchguard.data.source import Source
 from patchguard.errors import InputError
 from patchguard.guard import Guard
 from patchguard.models.ablation import Ablation
 from patchguard.runtime import derived_seed
 from patchguard.training import losses
-from patchguard.training.augment import augmented, recoloured, resized_crop
+from patchguard.training.augment import Draws, augmented, recoloured, resized_crop
 from patchguard.training.curriculum import Stage, coarse, rate, stage_at, stages
+from patchguard.training.feed import feed_of
+from patchguard.training.initial import start_from, teacher_of
 from patchguard.training.recipe import Recipe
+from patchguard.windows import Windows
 
 logger = logging.getLogger(__name__)
 
 _INITIAL, _EPOCH, _TRIAL = 0, 1, 2  # what a seed derived from the recipe's is for
 WARM_UP_STEPS, TIMED_STEPS = 3, 8
+Tick: TypeAlias = Callable[[float], None]
 
 
 @final
@@ -33,26 +39,36 @@ class Trainer:
 
     `model` learns; `guard.model` is its running average, which is evaluated and saved. `compile_mode` is a mode of
     torch.compile, or None; where compiling fails, training goes on without it.
+
+    Among several processes, each computes its part of every batch and gradients are averaged, so that all hold the same
+    weights. Batch normalisation then looks at the whole batch on GPUs, and at the part on CPUs, where torch knows no
+    other way; its running statistics are averaged.
     """
 
-    def __init__(self, recipe: Recipe, data: Dataset, *, device: torch.device, compile_mode: str | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, data: Dataset | Source, *, device: torch.device, compile_mode: str | None = None
+    ) -> None:
         if len(data) < recipe.batch_size:
             raise InputError(
                 f"`batch_size` must be at most the {len(data)} images to learn from; got {recipe.batch_size}."
             )
         self.recipe, self.device = recipe, device
-        self.images, self.targets = data.images.to(device), data.targets.to(device)
+        self.size = recipe.source_size if isinstance(data, Source) else data.size
+        self.feed = feed_of(data, self.size, recipe.seed, device)
+        self.part = part_of(recipe.batch_size)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derived_seed(recipe.seed, _INITIAL))
-            self.guard = recipe.guard(data.size, data.class_names)
+            self.guard = recipe.guard(self.size, data.class_names)
         if recipe.initial is not None:
             start_from(self.guard, recipe.initial)
         # Masks first: tracing a network is easiest on the CPU, where it was built.
-        self.boxes = boxes_of_stages(recipe, self.guard, data.size, device)
+        self.boxes = boxes_of_stages(recipe, self.guard, self.size, device)
         self.teacher = None if recipe.teacher is None else teacher_of(recipe.teacher, self.guard, device)
         self.guard.model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.guard.model.eval().requires_grad_(False)
         self.model = copy.deepcopy(self.guard.model).train().requires_grad_(True)
+        if runtime.world_size() > 1 and device.type == "cuda":
+            nn.SyncBatchNorm.convert_sync_batchnorm(self.model)  # type: ignore[no-untyped-call]
         # What a step runs: the base classifier of an ablation sees a few regions, any other network everything.
         self.network: nn.Module = self.model
         if recipe.regions > 0:
@@ -61,6 +77,8 @@ class Trainer:
                     f"`regions` must be 0 for {recipe.model}: it is not an ablation and sees whole images."
                 )
             self.network = self.model.backbone
+        if runtime.world_size() > 1:
+            self.network = DistributedDataParallel(self.network, broadcast_buffers=False)
         self.forward: Any = self.network
         self.optimizer = self._optimizer()
         self.steps_done = 0
@@ -72,32 +90,44 @@ class Trainer:
     @property
     def steps(self) -> int:
         """Steps of one epoch; images that do not fill a batch wait for another epoch's draw."""
-        return len(self.targets) // self.recipe.batch_size
+        return self.feed.count // self.recipe.batch_size
 
-    def epoch(self, number: int, epochs: int) -> dict[str, float]:
-        """Learn from every image once, as epoch `number` of `epochs`; return the mean loss and accuracy."""
+    def epoch(self, number: int, epochs: int, tick: Tick = lambda progress: None) -> dict[str, float]:
+        """Learn from every image once, as epoch `number` of `epochs`; return the mean loss and accuracy.
+
+        After every step, `tick` is told the share of all training that is done.
+        """
+        batch_size = self.recipe.batch_size
         generator = self._generator(_EPOCH, number)
-        order = torch.randperm(len(self.targets), generator=generator, device=self.device)
+        draws = Draws(generator, batch_size, self.part)
         stage = stage_at(self.recipe, number / epochs)
         totals = torch.zeros(2, device=self.device)
-        for step in range(self.steps):
-            chosen = order[step * self.recipe.batch_size : (step + 1) * self.recipe.batch_size]
-            progress = (number + step / self.steps) / epochs
-            totals += self.step(chosen, stage, rate(self.recipe, progress), generator)
-        loss, right = (totals / self.steps).tolist()
+        done = 0
+        for images, target in self.feed.epoch(number, batch_size, self.part, generator):
+            progress = (number + done / self.steps) / epochs
+            totals += self.step(images, target, stage, rate(self.recipe, progress), draws)
+            done += 1
+            tick((number + done / self.steps) / epochs)
+        totals /= done
+        runtime.average_over_processes(totals)
+        loss, right = totals.tolist()
         if not abs(loss) < float("inf"):
             raise InputError(f"the loss of epoch {number + 1} is {loss}. Lower `peak_rate` or `clip_norm`.")
         return {"loss": loss, "train_accuracy": right}
 
     def step(
-        self, chosen: Int64[Tensor, " batch"], stage: Stage, learning_rate: float, generator: torch.Generator
+        self,
+        pixels: UInt8[Tensor, "batch 3 height width"],
+        target: Int64[Tensor, " batch"],
+        stage: Stage,
+        learning_rate: float,
+        draws: Draws,
     ) -> Float[Tensor, "2"]:
         """Take one step; return loss and accuracy of the batch without waiting for the device."""
         recipe = self.recipe
-        target = self.targets[chosen]
-        images = self._augmented(self.images[chosen], generator)
+        images = self._augmented(pixels, draws)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
-            local_logits = self._local_logits(self.guard.preprocess(images), generator)
+            local_logits = self._local_logits(self.guard.preprocess(images), draws)
             goal = losses.Goal(smoothing=recipe.label_smoothing, teacher=self._taught(images), trust=recipe.trust)
         weights = {"plain": 1.0} if stage.mask_step is None else recipe.weights
         boxes = self.boxes[stage.mask_step]
@@ -110,26 +140,30 @@ class Trainer:
             group["lr"] = learning_rate
         self.optimizer.step()
         self.steps_done += 1
+        self._share_statistics()
         self._average()
         with torch.no_grad():
             right = (local_logits.float().mean((2, 3)).argmax(1) == target).float().mean()
             return torch.stack([loss.detach(), right])
 
-    def _augmented(self, images: Tensor, generator: torch.Generator) -> Tensor:
+    def _augmented(self, images: Tensor, draws: Draws) -> Tensor:
         recipe = self.recipe
         if recipe.crop is not None:
-            pixels = resized_crop(images, generator, area=recipe.crop, flip=recipe.flip)
+            pixels = resized_crop(images, draws, area=recipe.crop, flip=recipe.flip)
         else:
-            pixels = augmented(images, generator, pad=recipe.pad, flip=recipe.flip, cutout=recipe.cutout)
-        return recoloured(pixels, generator, recipe.colour) if recipe.colour > 0 else pixels
+            pixels = augmented(images, draws, pad=recipe.pad, flip=recipe.flip, cutout=recipe.cutout)
+        return recoloured(pixels, draws, recipe.colour) if recipe.colour > 0 else pixels
 
-    def _local_logits(self, pixels: Tensor, generator: torch.Generator) -> Tensor:
+    def _local_logits(self, pixels: Tensor, draws: Draws) -> Tensor:
         """Return the map of local logits, or one row of cells for the regions that are shown."""
         regions = self.recipe.regions
         if regions == 0 or not isinstance(self.model, Ablation):
             logits: Tensor = self.forward(pixels)
             return logits
-        shown = self.model.random_region(pixels.repeat_interleave(regions, 0), generator)
+        field = self.model.field(*pixels.shape[2:])
+        starts = torch.cartesian_prod(torch.tensor(field.rows.starts), torch.tensor(field.columns.starts))
+        drawn = starts.to(self.device)[draws.whole(len(starts), regions).flatten()]
+        shown = self.model.ablate(pixels.repeat_interleave(regions, 0), drawn)
         answers: Tensor = self.forward(shown.contiguous(memory_format=torch.channels_last))
         return answers.view(len(pixels), regions, -1).transpose(1, 2).unsqueeze(2)
 
@@ -139,6 +173,16 @@ class Trainer:
             return None
         local_logits = self.teacher.model(self.teacher.preprocess(images)).float()
         return torch.softmax(local_logits.mean((2, 3)) / self.recipe.temperature, 1)
+
+    @torch.no_grad()
+    def _share_statistics(self) -> None:
+        """Average the running statistics of normalisation over processes; on GPUs they are the same already."""
+        if runtime.world_size() > 1 and self.device.type != "cuda":
+            buffers = [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
+            joined = torch.cat([buffer.flatten() for buffer in buffers])
+            runtime.average_over_processes(joined)
+            for buffer, part in zip(buffers, torch.split(joined, [buffer.numel() for buffer in buffers]), strict=True):
+                buffer.copy_(part.view_as(buffer))
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -164,7 +208,11 @@ class Trainer:
         if recipe.optimizer == "adamw":
             return torch.optim.AdamW(groups, lr=recipe.peak_rate, fused=fused)
         return torch.optim.SGD(
-            groups, lr=recipe.peak_rate, momentum=recipe.momentum, nesterov=recipe.momentum > 0, fused=fused
+            groups,
+            lr=recipe.peak_rate,
+            momentum=recipe.momentum,
+            nesterov=recipe.nesterov and recipe.momentum > 0,
+            fused=fused,
         )
 
     def _generator(self, purpose: int, number: int) -> torch.Generator:
@@ -188,15 +236,15 @@ class Trainer:
         averaged = {name: tensor.clone() for name, tensor in self.guard.model.state_dict().items()}
         done, optimizer = self.steps_done, self.optimizer
         self.optimizer = self._optimizer()
-        generator = self._generator(_TRIAL, 0)
-        chosen = torch.arange(self.recipe.batch_size, device=self.device)
+        draws = Draws(self._generator(_TRIAL, 0), self.recipe.batch_size, self.part)
+        images, target = self.feed.first(self.recipe.batch_size)
         try:
             start = time.monotonic()
             for step in range(WARM_UP_STEPS + steps):
                 if step == WARM_UP_STEPS:
                     self._wait()
                     start = time.monotonic()
-                self.step(chosen, stage, 0.0, generator)
+                self.step(images[self.part], target[self.part], stage, 0.0, draws)
             self._wait()
             return (time.monotonic() - start) / steps
         finally:
@@ -237,6 +285,17 @@ class Trainer:
         self.steps_done = steps_done
 
 
+def part_of(batch_size: int) -> slice:
+    """Return the part of every batch that this process computes."""
+    processes = runtime.world_size()
+    if batch_size % processes != 0:
+        raise InputError(
+            f"`batch_size` must be a multiple of the {processes} processes that share a batch; got {batch_size}."
+        )
+    own = batch_size // processes
+    return slice(runtime.rank() * own, (runtime.rank() + 1) * own)
+
+
 def boxes_of_stages(
     recipe: Recipe, guard: Guard[Any], size: tuple[int, int], device: torch.device
 ) -> dict[int | None, Int64[Tensor, "_masks 4"]]:
@@ -244,32 +303,10 @@ def boxes_of_stages(
     if not losses.needs_masks(recipe.weights):
         return {stage.mask_step: torch.empty(0, 4, dtype=torch.int64, device=device) for stage in stages(recipe)}
     windows = guard.windows(recipe.patch, *size)
+    if recipe.mask_cells is not None:
+        side = recipe.mask_cells
+        windows = Windows.sliding(grid=windows.grid, size=(min(side, windows.grid[0]), min(side, windows.grid[1])))
     return {stage.mask_step: losses.boxes_of(coarse(windows, stage.mask_step or 1), device) for stage in stages(recipe)}
-
-
-def start_from(guard: Guard[Any], name: str) -> None:
-    """Give the network of `guard` the weights of a trained model of the same shape."""
-    found = zoo.load(name).model.state_dict()
-    wanted = guard.model.state_dict()
-    differing = [key for key in wanted.keys() | found.keys() if key not in wanted or key not in found]
-    differing += [key for key in wanted.keys() & found.keys() if wanted[key].shape != found[key].shape]
-    if differing:
-        raise InputError(
-            f"`initial` must name a model of the same shape; {name!r} differs in {', '.join(sorted(differing)[:3])}."
-        )
-    guard.model.load_state_dict(found)
-
-
-def teacher_of(name: str, guard: Guard[Any], device: torch.device) -> Guard[Any]:
-    """Return the trained model of this name, ready to answer on `device`."""
-    teacher = zoo.load(name)
-    if teacher.model.classes != guard.model.classes:
-        raise InputError(
-            f"`teacher` must know the {guard.model.classes} classes to learn; {name!r} has {teacher.model.classes}."
-        )
-    teacher.model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    teacher.model.eval().requires_grad_(False)
-    return teacher
 
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,70 @@
+"""`imagenette_resnet50`: an ImageNet ResNet-50 that answers with the ten classes of ImageNette alone.
+
+It is the undefended row beside our models of ImageNette, their teacher, and what BagNet-17 starts from:
+
+    guard = imagenette_resnet50("resnet50-imagenet.safetensors")
+    zoo.save(guard, "zoo/imagenette_resnet50.safetensors", half=True)
+
+Its accuracy is too good to be compared: the test images of ImageNette are training images of ImageNet.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from patchguard import models
+from patchguard.data.classes import IMAGENETTE
+from patchguard.data.preprocess import Preprocess
+from patchguard.defenses import Undefended
+from patchguard.errors import InputError
+from patchguard.evidence import Evidence
+from patchguard.guard import Guard
+from patchguard.models.resnet import LocalResNet, StrideOn
+
+# The numbers, among the thousand classes of ImageNet, of tench, English springer, ..., parachute.
+ROWS = (0, 217, 482, 491, 497, 566, 569, 571, 574, 701)
+EPSILON = 1e-5  # that torch's batch normalisation adds to a variance
+
+
+def imagenette_resnet50(path: str | Path, *, stride_on: StrideOn = "1x1", width: float = 1.0) -> Guard[Any]:
+    """Return the Guard, without a defense, of the ResNet-50 whose tensors are in a safetensors file.
+
+    Tensors have the usual names (conv1.weight, layer1.0.conv1.weight, ..., fc.bias). `stride_on` says which convolution
+    of a block has the stride: the 1x1 in Keras's weights, the 3x3 in torchvision's. `width` is that of the network.
+    """
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"`path` must be a safetensors file of a ResNet-50; {path} cannot be read: {error}.") from None
+    for name in ("fc.weight", "fc.bias"):
+        if name not in tensors or len(tensors[name]) != 1000:
+            raise InputError(
+                f"`path` must hold a ResNet-50 with the 1000 classes of ImageNet; {path} has no such {name}."
+            )
+        tensors[name] = tensors[name][list(ROWS)]
+    tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    _rescale_stem(tensors)
+    model = models.build("resnet50", classes=len(ROWS), stride_on=stride_on, width=width)
+    assert isinstance(model, LocalResNet)
+    try:
+        model.backbone.load_state_dict(tensors)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"`path` must hold the tensors of a ResNet-50: {reason}.") from None
+    return Guard(Preprocess(), model.eval(), Evidence(low=None), Undefended(), IMAGENETTE)
+
+
+def _rescale_stem(tensors: dict[str, Tensor]) -> None:
+    """Bring what the first convolution gives to variance 1, without a change of what follows it.
+
+    A network made for pixels from 0 to 255 has variances there that float16 cannot hold.
+    """
+    if not {"conv1.weight", "bn1.running_mean", "bn1.running_var"} <= tensors.keys():
+        return
+    scale = (tensors["bn1.running_var"] + EPSILON).sqrt()
+    tensors["conv1.weight"] = tensors["conv1.weight"] / scale.view(-1, 1, 1, 1)
+    tensors["bn1.running_mean"] = tensors["bn1.running_mean"] / scale
+    tensors["bn1.running_var"] = tensors["bn1.running_var"].new_full(scale.shape, 1 - EPSILON)

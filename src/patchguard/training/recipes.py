@@ -1,0 +1,240 @@
+"""The recipes: functions that return a `Recipe`, by name. Those of the paper are in paper_recipes.py."""
+
+from collections.abc import Callable
+
+from patchguard.errors import InputError, nearest
+from patchguard.models.base import CIFAR10_MEAN, CIFAR10_STD
+from patchguard.patch import Patch
+from patchguard.training import paper_recipes
+from patchguard.training.recipe import Recipe
+
+# -- CIFAR-10 ----------------------------------------------------------------------------------------------------------
+
+
+# Source images of any size are brought to the 32 pixels that the network knows; for CIFAR-10 itself nothing changes.
+_CIFAR10: dict[str, Any] = {"input_side": 32, "resize": "bilinear"}
+
+
+def cifar10() -> Recipe:
+    """The default model: double masking of signed logits, trained at its own worst pair of masks."""
+    return Recipe(
+        name="cifar10",
+        **_CIFAR10,
+        # Multiples of 64 channels fill the tiles of a GPU's matrix units; 5.2 million parameters.
+        model_settings={"field": 7, "widths": [192, 384, 384, 768, 768, 768]},
+        drift=1e-3,
+        weights={"double_masking": 0.7, "plain": 0.3},
+        plain_share=0.15,
+        mask_steps=((0.0, 4), (0.8, 2)),
+        teacher="cifar10_resnet18",
+        # Without these the network knows every training image by heart long before the end.
+        weight_decay=1e-3,
+        cutout=10,
+        colour=0.4,
+        epochs=80,
+    )
+
+
+def cifar10_mask_srf() -> Recipe:
+    """Robust masking of logits clipped at 0: the default's network, learning on at the worst window of Algorithm 2."""
+    return Recipe(
+        name="cifar10_mask_srf",
+        **_CIFAR10,
+        model_settings={"field": 7, "widths": [192, 384, 384, 768, 768, 768]},
+        defense="RobustMasking",
+        low=0.0,
+        drift=1e-3,
+        weights={"robust_masking": 0.7, "plain": 0.3},
+        plain_share=0.0,
+        mask_steps=((0.0, 4), (0.5, 2)),
+        initial="cifar10",
+        teacher="cifar10_resnet18",
+        weight_decay=1e-3,
+        cutout=10,
+        colour=0.4,
+        peak_rate=0.1,
+        epochs=12,
+    )
+
+
+def cifar10_mask_ds() -> Recipe:
+    """Robust masking of the confidences of DS-ResNet-18: a ResNet-18 that sees bands of four columns."""
+    return Recipe(
+        name="cifar10_mask_ds",
+        **_CIFAR10,
+        model="ds_resnet18",
+        defense="RobustMasking",
+        evidence="confidence",
+        drift=1e-4,
+        weights={"local": 1.0},
+        plain_share=0.0,
+        regions=1,
+        teacher="cifar10_resnet18",
+        peak_rate=0.2,
+        epochs=100,
+    )
+
+
+def cifar10_resnet18() -> Recipe:
+    """An ordinary ResNet-18 without defense: what a certificate costs in accuracy, and a teacher."""
+    return Recipe(
+        name="cifar10_resnet18",
+        **_CIFAR10,
+        model="resnet18",
+        model_settings={"small_images": True, "width": 0.75, "mean": list(CIFAR10_MEAN), "std": list(CIFAR10_STD)},
+        defense="Undefended",
+        other_patches=(),
+        plain_share=1.0,
+        peak_rate=0.2,
+        cutout=8,
+        epochs=60,
+    )
+
+
+def cifar10_mask_bn17_provable() -> Recipe:
+    """First half of `cifar10_mask_bn17`: BagNet-17 at 192 px (bicubic), the window that says most hidden."""
+    return Recipe(
+        name="cifar10_mask_bn17_provable",
+        model="bagnet17",
+        model_settings={"mean": list(CIFAR10_MEAN), "std": list(CIFAR10_STD)},
+        defense="RobustMasking",
+        low=0.0,
+        drift=1e-3,
+        input_side=192,
+        weights={"provable": 0.7, "plain": 0.3},
+        # 15 x 15 windows are few enough to be searched one by one.
+        mask_steps=((0.0, 1),),
+        teacher="cifar10_resnet18",
+        batch_size=256,
+        peak_rate=0.1,
+        cutout=10,
+        colour=0.4,
+        epochs=30,
+    )
+
+
+def cifar10_mask_bn17() -> Recipe:
+    """Robust masking of BagNet-17 at 192 px (bicubic), learning on at the worst window of Algorithm 2."""
+    return cifar10_mask_bn17_provable().changed(
+        {
+            "name": "cifar10_mask_bn17",
+            "initial": "cifar10_mask_bn17_provable",
+            "weights": {"robust_masking": 0.7, "plain": 0.3},
+            "plain_share": 0.0,
+            "mask_steps": [[0.0, 2], [0.6, 1]],
+            "peak_rate": 0.05,
+            "epochs": 15,
+        }
+    )
+
+
+def cifar10_mask_bn17_nearest_provable() -> Recipe:
+    """First half of `cifar10_mask_bn17_nearest`."""
+    return cifar10_mask_bn17_provable().changed({"name": "cifar10_mask_bn17_nearest_provable", "resize": "nearest"})
+
+
+def cifar10_mask_bn17_nearest() -> Recipe:
+    """As `cifar10_mask_bn17` with pixels repeated: a 5 px patch then reaches 6 x 6 cells, not 8 x 8."""
+    return cifar10_mask_bn17().changed(
+        {
+            "name": "cifar10_mask_bn17_nearest",
+            "resize": "nearest",
+            "initial": "cifar10_mask_bn17_nearest_provable",
+        }
+    )
+
+
+# -- photos ------------------------------------------------------------------------------------------------------------
+
+
+def imagenette_bn17() -> Recipe:
+    """Double masking of BagNet-17 on ImageNette, from the kernel sums of ResNet-50 and taught by it."""
+    return Recipe(
+        name="imagenette_bn17",
+        dataset="imagenette",
+        model="bagnet17",
+        drift=1e-3,
+        image_side=224,
+        patch=Patch(32),
+        other_patches=(23, 39),
+        weights={"double_masking": 0.7, "plain": 0.3},
+        plain_share=0.15,
+        mask_steps=((0.0, 4), (0.8, 2)),
+        # Made by `patchguard.training.pretrained`; its kernels, summed where BagNet's are 1x1, are the first weights.
+        initial="imagenette_resnet50",
+        teacher="imagenette_resnet50",
+        batch_size=128,
+        peak_rate=0.05,
+        crop=(0.35, 1.0),
+        colour=0.4,
+        held_out=0.1,
+        epochs=60,
+    )
+
+
+def imagenette_mask_bn17() -> Recipe:
+    """Robust masking of BagNet-17 on ImageNette: learning on at the worst window of Algorithm 2."""
+    return imagenette_bn17().changed(
+        {
+            "name": "imagenette_mask_bn17",
+            "defense": "RobustMasking",
+            "low": 0.0,
+            "initial": "imagenette_bn17",
+            "weights": {"robust_masking": 0.7, "plain": 0.3},
+            "plain_share": 0.0,
+            "mask_steps": [[0.0, 4], [0.6, 2]],
+            "peak_rate": 0.02,
+            "epochs": 20,
+        }
+    )
+
+
+# -- first steps -------------------------------------------------------------------------------------------------------
+
+
+def tiny() -> Recipe:
+    """A thin network and small batches: seconds on a CPU, for tests and first steps."""
+    return Recipe(
+        name="tiny",
+        model_settings={"field": 5, "widths": [12, 16]},
+        patch=Patch(3),
+        other_patches=(),
+        weights={"double_masking": 0.5, "plain": 0.5},
+        mask_steps=((0.0, 8), (0.6, 4)),
+        epochs=3,
+        batch_size=64,
+        peak_rate=0.2,
+        ema=0.9,
+        held_out=200,
+    )
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    recipe.__name__: recipe
+    for recipe in (
+        cifar10,
+        cifar10_mask_srf,
+        cifar10_mask_ds,
+        cifar10_mask_bn17_provable,
+        cifar10_mask_bn17,
+        cifar10_mask_bn17_nearest_provable,
+        cifar10_mask_bn17_nearest,
+        cifar10_resnet18,
+        imagenette_bn17,
+        imagenette_mask_bn17,
+        tiny,
+        *paper_recipes.ALL,
+    )
+}
+
+
+def named(name: str) -> Recipe:
+    """Return the recipe of this name."""
+    if name not in RECIPES:
+        raise InputError(f"`recipe` must be a known name; got {name!r}. {nearest(name, list(RECIPES))}")
+    return RECIPES[name]()
+
+
+def summaries() -> dict[str, str]:
+    """Return, by name, the first line of what each recipe says about itself."""
+    return {name: (recipe.__doc__ or "").strip().splitlines()[0] for name, recipe in RECIPES.items()}

@@ -118,12 +118,10 @@ def _watched(options: Any) -> dict[str, Any] | None:
             summary = run.train(options, report=watch.report, tick=watch.tick, stopped=stop.wanted)
         except KeyboardInterrupt:
             summary = None
-    if stop.times:
+    if summary is None and stop.times:
         if first:
-            typer.echo(
-                f"stopped: the same command goes on after the last checkpoint in {options.out}, and nothing is lost",
-                err=True,
-            )
+            where = "after this epoch, which is saved" if stop.times == 1 else "after the last checkpoint"
+            typer.echo(f"stopped: the same command goes on {where} in {options.out}", err=True)
         raise typer.Exit(STOPPED)
     if summary is None and first:
         typer.echo("time is up before the last epoch: the same command goes on there", err=True)

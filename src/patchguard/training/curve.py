@@ -40,12 +40,15 @@ def figure_of(records: Sequence[Mapping[str, Any]], title: str = "") -> "Figure"
     rates.set_ylim(bottom=0)
     rates.xaxis.set_major_locator(MaxNLocator(integer=True))
     rates.set_xlabel("epoch")
+    starts = _stage_starts(records)
     for axes, label in ((losses, "loss"), (accuracies, "accuracy"), (rates, "learning rate")):
         axes.set_ylabel(label)
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-        for start in _stage_starts(records):
-            axes.axvline(start, color=GREY, linewidth=0.8, linestyle=":")
+        for start in starts:
+            axes.axvline(start, color=GREY, linewidth=0.8, linestyle=":", label="other masks from here")
+    if starts:
+        losses.legend(handles=losses.lines[1:2], loc="upper right", frameon=False)
     figure.align_ylabels()
     if title:
         losses.set_title(title, loc="left")

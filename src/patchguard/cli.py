@@ -13,12 +13,9 @@ from patchguard.commands.audit import audit
 from patchguard.commands.certify import certify
 from patchguard.commands.data import app as data
 from patchguard.commands.models import models
-<<<<<<< HEAD
-from patchguard.commands.report import report
 from patchguard.commands.predict import predict
-=======
+from patchguard.commands.report import report
 from patchguard.commands.train import train
->>>>>>> 802a59b (patchguard train: one command, torchrun, photos, the paper's recipes, curve, resume after a kill)
 from patchguard.commands.verify import verify
 from patchguard.errors import InputError
 
@@ -67,11 +64,8 @@ app.command(epilog="Example: patchguard predict 'photos/*.jpg' --patch 2%")(pred
 app.command(epilog="Example: patchguard models")(models)
 app.command(epilog="Example: patchguard audit --model bagnet17 --size 224x300")(audit)
 app.add_typer(data, name="data")
-<<<<<<< HEAD
 app.command(epilog="Example: patchguard report runs/sample runs/photos")(report)
-=======
 app.command(epilog="Example: patchguard train --recipe tiny --data datasets --out runs/tiny")(train)
->>>>>>> 802a59b (patchguard train: one command, torchrun, photos, the paper's recipes, curve, resume after a kill)
 app.command(epilog="Example: patchguard verify cat.pgc --model cifar10 --image cat.png")(verify)
 
 

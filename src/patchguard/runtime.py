@@ -97,6 +97,27 @@ def average_over_processes(tensor: Tensor) -> None:
         tensor /= world_size()
 
 
+@contextmanager
+def barrier_group() -> Iterator[Callable[[], None]]:
+    """Join the processes that torchrun started; yield a barrier, at which each waits for all others.
+
+    A single process joins nobody and waits for nobody.
+    """
+    if world_size() == 1:
+        yield lambda: None
+        return
+    # Shards may take hours longer than others; a process that dies is noticed by torchrun.
+    dist.init_process_group("gloo", timeout=timedelta(days=7))
+    try:
+        yield _barrier
+    finally:
+        dist.destroy_process_group()
+
+
+def _barrier() -> None:
+    dist.barrier()
+
+
 # -- mode and precision ------------------------------------------------------------------------------------------------
 
 
@@ -208,40 +229,6 @@ def derived_seed(seed: int, *index: int) -> int:
 def generator(seed: int, *index: int) -> torch.Generator:
     """Return a generator for item `index`, so that an answer depends on neither batch size nor order."""
     return torch.Generator().manual_seed(derived_seed(seed, *index))
-
-
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-
-def rank() -> int:
-    """Return the number of this process among those that torchrun started; 0 without torchrun."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def world_size() -> int:
-    """Return how many processes torchrun started; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-@contextmanager
-def process_group() -> Iterator[Callable[[], None]]:
-    """Join the processes that torchrun started; yield a barrier, at which each waits for all others.
-
-    A single process joins nobody and waits for nobody.
-    """
-    if world_size() == 1:
-        yield lambda: None
-        return
-    # Shards may take hours longer than others; a process that dies is noticed by torchrun.
-    torch.distributed.init_process_group("gloo", timeout=timedelta(days=7))
-    try:
-        yield _barrier
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def _barrier() -> None:
-    torch.distributed.barrier()
 
 
 # -- stamp -------------------------------------------------------------------------------------------------------------

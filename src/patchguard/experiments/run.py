@@ -56,7 +56,7 @@ def certify(
     place, at_once = _placed(job, device, batch_size)
     folder, first = Folder(path), runtime.rank() == 0
     settings = job.settings()
-    with runtime.process_group() as barrier:
+    with runtime.barrier_group() as barrier:
         if not first:
             barrier()  # until the first process has made the folder and holds it
         with folder.locked(first=first) as lock:

@@ -1,6 +1,7 @@
 """The recipes: functions that return a `Recipe`, by name. Those of the paper are in paper_recipes.py."""
 
 from collections.abc import Callable
+from typing import Any
 
 from patchguard.errors import InputError, nearest
 from patchguard.models.base import CIFAR10_MEAN, CIFAR10_STD

@@ -67,7 +67,9 @@ def test_the_command_trains_saves_and_measures_the_saved_file(data: Path, tmp_pa
     splits = datasets.load("folder", data, size=(16, 16))
     held_out = datasets.hold_out(splits.train, 60)[1]
     assert evaluate(guard, held_out, Patch(2)).to_json() == summary["held_out"][0]
-    assert zoo.inspect(tmp_path / "tiny.safetensors")["recipe"]["batch_size"] == 32
+    recipe = zoo.inspect(tmp_path / "tiny.safetensors")["recipe"]
+    assert (recipe["batch_size"], recipe["epochs"]) == (32, 4)
+    assert summary["recipe"] == recipe
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -55,10 +55,15 @@ def figure_of(records: Sequence[Mapping[str, Any]], title: str = "") -> "Figure"
     return figure
 
 
+def logged(out: Path) -> list[dict[str, Any]]:
+    """Return what the log of a run folder says of each epoch, in order; nothing where there is no log."""
+    path = out / "log.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 def write(out: Path, title: str) -> None:
     """Draw the log of a run folder to `curve.png`, all or nothing."""
-    path = out / "log.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    records = logged(out)
     if not records:
         return
     draft = out / f".curve.{os.getpid()}.draft"

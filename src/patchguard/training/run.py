@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -34,7 +34,7 @@ from patchguard.data.source import Source
 from patchguard.errors import InputError
 from patchguard.guard import Guard
 from patchguard.patch import Patch
-from patchguard.training import feed, loop
+from patchguard.training import curve, feed, loop
 from patchguard.training.evaluate import Accuracy, evaluate
 from patchguard.training.recipe import Recipe
 from patchguard.training.trainer import Tick, Trainer
@@ -142,6 +142,8 @@ def _train(
     )
     if not finished or runtime.rank() > 0:
         return None
+    # What the file and the summary say is what was done: the number of epochs may have been chosen for this run.
+    recipe = trainer.recipe = replace(recipe, epochs=curve.logged(options.out)[-1]["epochs"])
     summary = {
         "recipe": recipe.to_json(),
         "environment": runtime.environment(),

@@ -94,7 +94,8 @@ def test_a_labelled_folder_gives_records_summary_gallery_and_a_table(run, labell
 
 
 def test_records_say_what_the_guard_says(run, labelled, model, tmp_path):
-    assert run("certify", "--data", labelled / "bread", "--patch", "2", "--out", tmp_path).exit_code == 0
+    words = ("--data", labelled / "bread", "--patch", "2", "--batch-size", "1", "--out", tmp_path)
+    assert run("certify", *words).exit_code == 0
     guard = zoo.load(model)
     for record in Folder(tmp_path).records():
         pixels = np.array(Image.open(labelled / "bread" / record["name"]))
@@ -255,7 +256,7 @@ def test_predict_labels_files_folders_and_patterns(run, labelled):
     assert shown.exit_code == 0, shown.output
     rows = shown.stdout.splitlines()
     assert rows[0].split() == ["image", "label", "2x2", "3x3"]
-    assert len(rows) == 1 + 1 + 9 + 5
+    assert len(rows) == 1 + 1 + 9 + 6
     assert any("broken.png" in row and "error" in row for row in rows)
 
 
@@ -303,7 +304,7 @@ def start(words: list[str], *before: str) -> subprocess.Popen:
 @pytest.fixture(scope="module")
 def uninterrupted(many, model, tmp_path_factory) -> tuple[list[str], list[str]]:
     """The words of a run without its folder, and its records."""
-    words = ["certify", "--data", str(many), "--model", model, "--batch-size", "1", "--device", "cpu", "--out"]
+    words = ["certify", "--data", str(many), "--model", model, "--batch-size", "4", "--device", "cpu", "--out"]
     out = tmp_path_factory.mktemp("uninterrupted") / "run"
     assert CliRunner().invoke(app, [*words, str(out)]).exit_code == 0
     return words, lines(out)
@@ -337,13 +338,13 @@ def test_a_run_killed_at_random_moments_loses_and_doubles_nothing(uninterrupted,
 def test_two_processes_of_torchrun_give_the_records_of_one(uninterrupted, tmp_path):
     words, expected = uninterrupted
     out = tmp_path / "run"
-    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", "patchguard")
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "patchguard")
     process = start([*words, str(out)], *launch)
     _, problems = process.communicate(timeout=120)
     assert process.returncode == 0, problems.decode()
     shards = Folder(out).shards()
     assert [path.name for path in shards] == ["records-00000.jsonl", "records-00001.jsonl"]
-    assert all(json.loads(line)["index"] % 2 == 1 for line in shards[1].read_text().splitlines())
+    assert all(json.loads(line)["index"] // 4 % 2 == 1 for line in shards[1].read_text().splitlines())
     assert lines(out) == expected
     assert json.loads((out / "summary.json").read_text())["images"] == len(expected)
     again = CliRunner().invoke(app, [*words, str(out)])

@@ -3,10 +3,11 @@
 import os
 import platform
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -213,6 +214,48 @@ def deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     _cudnn.deterministic, _cudnn.benchmark = True, False
+
+
+# -- warnings ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Turn off warnings of Pillow, and those about what is deprecated, for what others' code does inside."""
+    _warnings.enter()
+    try:
+        yield
+    finally:
+        _warnings.leave()
+
+
+@final
+class _Quiet:
+    """Filters belong to the process: the first who enters sets them, the last who leaves restores what was."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.inside = 0
+        self.kept = warnings.catch_warnings()
+
+    def enter(self) -> None:
+        with self.lock:
+            self.inside += 1
+            if self.inside == 1:
+                self.kept = warnings.catch_warnings()
+                self.kept.__enter__()
+                warnings.filterwarnings("ignore", module=r"PIL\.")
+                warnings.simplefilter("ignore", FutureWarning)
+                warnings.simplefilter("ignore", DeprecationWarning)
+
+    def leave(self) -> None:
+        with self.lock:
+            self.inside -= 1
+            if self.inside == 0:
+                self.kept.__exit__(None, None, None)
+
+
+_warnings = _Quiet()
 
 
 # -- seeds -------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """`trace`: derive the field of a network from its graph, operation by operation, or refuse and say why."""
 
 import operator
-import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +12,7 @@ from torch.fx import Node
 
 from patchguard.errors import InputError
 from patchguard.field import Axis, Field
-from patchguard.runtime import evaluating, placement
+from patchguard.runtime import evaluating, placement, quiet
 from patchguard.tracing import mixing, shaping, sliding
 from patchguard.tracing.call import Call, Constant, Rule
 from patchguard.tracing.layout import Layout, Refused, describe, images, only_channels, pixels
@@ -121,10 +120,8 @@ def _structure(module: nn.Module) -> tuple[object, ...]:
 
 def _export(module: nn.Module, shape: tuple[int, ...]) -> ExportedProgram:
     device, dtype = placement(module)
-    with evaluating(module), torch.no_grad(), warnings.catch_warnings():
+    with evaluating(module), torch.no_grad(), quiet():
         # torch.export calls its own deprecated parts; which ones changes with every release.
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
         example = torch.zeros(shape, device=device, dtype=dtype)
         try:
             # Functional form: the plain export may still write into tensors in place.

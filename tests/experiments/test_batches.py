@@ -8,8 +8,7 @@ import torch
 
 from patchguard.data.decode import Unreadable
 from patchguard.data.source import Source
-from patchguard.experiments import batches
-from patchguard.experiments.batches import Batch, Failure, ahead, grouped
+from patchguard.experiments.batches import Batch, Failure, ahead, blocks_of, grouped
 
 
 def read(sizes, place):
@@ -29,27 +28,26 @@ def places(items):
 SIZES = [4, 5, 4, 0, 5, 4, 6, 4, 4]
 
 
-def test_every_image_is_in_one_batch_of_its_size():
-    found = list(grouped(source_of(SIZES), range(len(SIZES)), 2))
+def test_every_image_is_in_one_batch_of_its_size_and_block():
+    found = list(grouped(source_of(SIZES), blocks_of(len(SIZES), 4)))
     assert places(found) == list(range(len(SIZES)))
     assert [item for item in found if isinstance(item, Failure)] == [Failure(3, "is empty")]
     for batch in found:
         if isinstance(batch, Batch):
-            assert len(batch.places) <= 2
+            assert len({place // 4 for place in batch.places}) == 1
             assert [SIZES[place] for place in batch.places] == [batch.size[0]] * len(batch.places)
             assert batch.images[:, 0, 0, 0].tolist() == list(batch.places)
 
 
-def test_only_the_places_asked_for_are_read():
-    assert places(grouped(source_of(SIZES), [1, 7], 4)) == [1, 7]
+def test_only_the_blocks_asked_for_are_read_and_their_batches_are_the_same():
+    every = {item.places for item in grouped(source_of(SIZES), blocks_of(len(SIZES), 4)) if isinstance(item, Batch)}
+    some = [item.places for item in grouped(source_of(SIZES), [range(4, 8)])]
+    assert sorted(place for batch in some for place in batch) == [4, 5, 6, 7]
+    assert set(some) < every
 
 
-def test_few_pixels_wait_however_many_sizes_there_are(monkeypatch):
-    monkeypatch.setattr(batches, "MOST_BYTES", 3 * 10 * 10)
-    sizes = list(range(4, 10)) * 3
-    found = list(grouped(source_of(sizes), range(len(sizes)), 100))
-    assert places(found) == list(range(len(sizes)))
-    assert len(found) > 6
+def test_blocks_are_neighbours_and_the_last_is_smaller():
+    assert blocks_of(5, 2) == [range(0, 2), range(2, 4), range(4, 5)]
 
 
 def test_items_made_ahead_are_the_same():

@@ -12,10 +12,6 @@ Pillow only decodes; resizing is the project's own. The rule for what a file may
 import io
 import os
 import stat
-import threading
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import final
@@ -27,6 +23,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from patchguard.errors import InputError
+from patchguard.runtime import quiet
 
 # Checked before any pixel is decoded: a file of some kilobytes may claim to hold terabytes.
 MOST_PIXELS = 100_000_000
@@ -86,7 +83,7 @@ def _decoded(file: io.BufferedReader | io.BytesIO, name: str) -> UInt8[Tensor, "
     if not file.read(1):
         raise Unreadable(name, "is empty")
     file.seek(0)
-    with _quiet():
+    with quiet():
         try:
             with Image.open(file, formats=_formats()) as image:
                 if image.width * image.height > MOST_PIXELS:
@@ -157,42 +154,3 @@ def _from_16_bits(image: Image.Image) -> UInt8[np.ndarray, "height width 3"]:
     if isinstance(clear, int):
         grey[values == clear] = 255
     return np.repeat(grey[..., None], 3, axis=2).astype(np.uint8)
-
-
-# -- warnings ----------------------------------------------------------------------------------------------------------
-
-
-@final
-class _Quiet:
-    """Pillow's warnings are off while anybody decodes: the first who enters turns them off, the last restores them."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.inside = 0
-        self.kept = warnings.catch_warnings()
-
-    def enter(self) -> None:
-        with self.lock:
-            self.inside += 1
-            if self.inside == 1:
-                self.kept = warnings.catch_warnings()
-                self.kept.__enter__()
-                warnings.filterwarnings("ignore", module=r"PIL\.")
-
-    def leave(self) -> None:
-        with self.lock:
-            self.inside -= 1
-            if self.inside == 0:
-                self.kept.__exit__(None, None, None)
-
-
-_warnings = _Quiet()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    _warnings.enter()
-    try:
-        yield
-    finally:
-        _warnings.leave()

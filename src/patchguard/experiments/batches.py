@@ -1,4 +1,4 @@
-"""Images of many sizes as batches of one size, decoded ahead of use, a bounded number of them in memory."""
+"""Images of many sizes as batches of one size, decoded ahead of use; few of them are in memory at a time."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,6 @@ from patchguard.data.loading import decoded
 from patchguard.data.source import Source
 
 Item = TypeVar("Item")
-
-MOST_BYTES = 2**28  # of pixels that wait for others of their size
 
 
 @final
@@ -42,34 +40,27 @@ class Failure:
     reason: str
 
 
-def grouped(source: Source, places: Sequence[int], batch_size: int) -> Iterator[Batch | Failure]:
-    """Yield the images at `places` in batches of one size, and those that cannot be read.
+def blocks_of(count: int, size: int) -> list[range]:
+    """Cut `count` places into blocks of `size` neighbours; the last may be smaller."""
+    return [range(first, min(first + size, count)) for first in range(0, count, size)]
 
-    Images wait for others of their size. Where too many wait, the size with the most pixels goes first.
+
+def grouped(source: Source, blocks: Sequence[range]) -> Iterator[Batch | Failure]:
+    """Yield the images of each block in batches of one size, and those that cannot be read.
+
+    Which images share a batch depends on the source and the block alone. Networks round differently in batches of
+    other sizes; so a run that is stopped, or divided among processes, still computes the same numbers.
     """
-    waiting: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
-    held = 0
-    for place, image in zip(places, decoded(source.subset(places)), strict=True):
-        if isinstance(image, Unreadable):
-            yield Failure(place, image.reason)
-            continue
-        size = (image.shape[1], image.shape[2])
-        waiting.setdefault(size, []).append((place, image))
-        held += image.numel()
-        while len(waiting.get(size, ())) >= batch_size or held > MOST_BYTES:
-            full = size if len(waiting.get(size, ())) >= batch_size else max(waiting, key=lambda s: _pixels(waiting, s))
-            held -= 3 * _pixels(waiting, full)
-            yield _batch(waiting.pop(full))
-    for images in waiting.values():
-        yield _batch(images)
-
-
-def _pixels(waiting: dict[tuple[int, int], list[tuple[int, Tensor]]], size: tuple[int, int]) -> int:
-    return size[0] * size[1] * len(waiting[size])
-
-
-def _batch(images: list[tuple[int, Tensor]]) -> Batch:
-    return Batch(tuple(place for place, _ in images), torch.stack([image for _, image in images]))
+    images = decoded(source.subset([place for block in blocks for place in block]))
+    for block in blocks:
+        sizes: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
+        for place, image in zip(block, images, strict=False):
+            if isinstance(image, Unreadable):
+                yield Failure(place, image.reason)
+            else:
+                sizes.setdefault((image.shape[1], image.shape[2]), []).append((place, image))
+        for same in sizes.values():
+            yield Batch(tuple(place for place, _ in same), torch.stack([image for _, image in same]))
 
 
 def ahead(items: Iterator[Item], count: int) -> Iterator[Item]:

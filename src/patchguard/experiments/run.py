@@ -2,7 +2,8 @@
 
     decode (threads)  -->  batches of one size  -->  network (this thread)  -->  proofs, records (one thread)
 
-Under torchrun every process takes each `world_size`-th image and writes a shard of its own; the first one sums up.
+Under torchrun every process takes each `world_size`-th block of images and writes a shard of its own; the first one
+sums up. A block is always computed whole, so that the numbers do not depend on where a run was stopped.
 """
 
 import os
@@ -24,7 +25,7 @@ from patchguard import __version__, runtime
 from patchguard.certificate_file import Packer, image_digest
 from patchguard.errors import InputError
 from patchguard.experiments import gallery
-from patchguard.experiments.batches import Batch, Failure, ahead, grouped
+from patchguard.experiments.batches import Batch, Failure, ahead, blocks_of, grouped
 from patchguard.experiments.job import Job, as_floats
 from patchguard.experiments.metrics import Tally, summarise
 from patchguard.experiments.plan import Plan, Proofs, answers, entries_of
@@ -76,7 +77,7 @@ def certify(
 def predict(job: Job, *, device: str = "auto", batch_size: int | None = None) -> Iterator[Record]:
     """Yield name, label and proofs of every image as they are done; nothing is written."""
     work = _Work(job, Tally(job.settings()), *_placed(job, device, batch_size))
-    for batch in ahead(grouped(job.source, range(len(job.source)), work.batch_size), AHEAD):
+    for batch in ahead(grouped(job.source, blocks_of(len(job.source), work.batch_size)), AHEAD):
         if isinstance(batch, Failure):
             yield work.failure(batch)
             continue
@@ -157,6 +158,7 @@ class _Work:
     batch_size: int
     plans: OrderedDict[tuple[int, int], Plan] = field(default_factory=OrderedDict)
     packers: OrderedDict[tuple[tuple[int, int], str], Packer] = field(default_factory=OrderedDict)
+    done: bytearray = field(default_factory=bytearray)  # per image, whether it was recorded before
     began: float = field(default_factory=time.perf_counter)
     before: int = 0
     network: float = 0.0
@@ -170,12 +172,12 @@ class _Work:
 
     def go_on(self, folder: Folder, progress: Progress | None) -> None:
         """Certify what is not recorded yet."""
-        places = self._left(folder)
+        blocks = self._left(folder)
         if progress is not None:
             progress(self.tally)
         waiting: deque[Future[None]] = deque()
         with folder.appending(runtime.rank()) as records, _one_thread() as pool:
-            for batch in ahead(grouped(self.job.source, places, self.batch_size), AHEAD):
+            for batch in ahead(grouped(self.job.source, blocks), AHEAD):
                 failures = [batch] if isinstance(batch, Failure) else self._refused(batch)
                 if failures:
                     failed = [self.failure(each) for each in failures]
@@ -187,9 +189,9 @@ class _Work:
             while waiting:
                 waiting.popleft().result()
 
-    def _left(self, folder: Folder) -> list[int]:
-        """Count the records that are there, and return the places of this process that have none."""
-        done = bytearray(len(self.job.source))
+    def _left(self, folder: Folder) -> list[range]:
+        """Count the records that are there, and return the blocks of this process in which some are missing."""
+        self.done = done = bytearray(len(self.job.source))
         for record in folder.records():
             if record["index"] >= len(done) or done[record["index"]]:
                 raise InputError(
@@ -199,7 +201,8 @@ class _Work:
             done[record["index"]] = 1
             self.before += 1
             self.tally.add(record)
-        return [place for place in range(runtime.rank(), len(done), runtime.world_size()) if not done[place]]
+        blocks = blocks_of(len(done), self.batch_size)[runtime.rank() :: runtime.world_size()]
+        return [block for block in blocks if not all(done[block.start : block.stop])]
 
     def _refused(self, batch: Batch) -> list[Failure]:
         reason = self.refusal(batch.size)
@@ -271,7 +274,8 @@ class _Work:
             )
         return made
 
-    def _append(self, made: list[Record], records: Appender, progress: Progress | None) -> None:
+    def _append(self, computed: list[Record], records: Appender, progress: Progress | None) -> None:
+        made = [record for record in computed if not self.done[record["index"]]]
         records.append(made)
         for record in made:
             self.tally.add(record)

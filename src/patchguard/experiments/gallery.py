@@ -3,20 +3,18 @@
 import hashlib
 import heapq
 import io
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, final
 
 import numpy as np
 import torch
 from jaxtyping import Float32, UInt8
 from torch import Tensor
 
-from patchguard.data.decode import Unreadable
 from patchguard.data.loading import resized
 from patchguard.defenses import RobustMasking
-from patchguard.errors import InputError
 from patchguard.evidence import EvidenceMap
-from patchguard.experiments.job import Job, as_floats
 from patchguard.experiments.plan import Plan
 from patchguard.experiments.records import Folder, Record
 from patchguard.overlap import sums
@@ -60,44 +58,50 @@ def _rank(index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"gallery {index}".encode()).digest()[:8], "big")
 
 
-def save(
-    folder: Folder, chosen: list[tuple[str, Record]], job: Job, plan_of: Callable[[tuple[int, int]], Plan]
-) -> None:
-    """Compute the evidence of the chosen images anew, and write gallery.npz and gallery.json."""
+def save(folder: Folder, chosen: list[tuple[str, Record]], views: list["View | None"]) -> None:
+    """Write gallery.npz and gallery.json: the chosen records, each with what `view` found, if anything."""
     arrays: dict[str, np.ndarray] = {}
     entries: list[dict[str, Any]] = []
-    for group, record in chosen:
-        try:
-            image = job.source.read(record["index"])
-            size = (image.shape[1], image.shape[2])
-            plan = plan_of(size)
-        except (Unreadable, InputError):  # the file was changed or removed since it was recorded
+    for (group, record), seen in zip(chosen, views, strict=True):
+        if seen is None:
             continue
-        task = plan.tasks[0]
-        entry = record["patches"][task.written.key]
-        device = next(job.guard.model.parameters()).device
-        evidence = job.guard.evidence(job.guard.local_logits(as_floats(image[None].to(device))))
         number = len(entries)
-        arrays[f"image_{number}"] = _picture(image)
-        arrays[f"evidence_{number}"] = _map(evidence, entry["label"])
-        arrays[f"rival_{number}"] = _map(evidence, entry["rival"])
-        kept = {name: entry[name] for name in ("label", "margin", "rival", "window", "box")}
+        arrays |= {f"image_{number}": seen.picture, f"evidence_{number}": seen.label, f"rival_{number}": seen.rival}
+        entry = next(iter(record["patches"].values()))
         entries.append(
             {
                 "index": record["index"],
                 "name": record["name"],
                 "group": group,
                 "target": record["target"],
-                **kept,
-                "mask": _mask(plan, evidence, entry["label"]),
-                "size": list(size),
-                "grid": list(evidence.grid),
+                **{name: entry[name] for name in ("label", "margin", "rival", "window", "box")},
+                "mask": seen.mask,
+                "size": record["size"],
+                "grid": list(seen.label.shape),
             }
         )
     stored = io.BytesIO()
     np.savez_compressed(stored, allow_pickle=False, **arrays)
     folder.write_bytes("gallery.npz", stored.getvalue())
     folder.write("gallery.json", entries)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class View:
+    """A picture, the evidence of its label and of the rival, and the cells that are masked."""
+
+    picture: UInt8[np.ndarray, "height width 3"]
+    label: Float32[np.ndarray, "rows columns"]
+    rival: Float32[np.ndarray, "rows columns"]
+    mask: list[int] | None
+
+
+def view(image: UInt8[Tensor, "3 _ _"], record: Record, evidence: EvidenceMap, plan: Plan) -> View:
+    """Return what the report shows of one image, with its evidence computed anew."""
+    entry = next(iter(record["patches"].values()))
+    label, rival = _map(evidence, entry["label"]), _map(evidence, entry["rival"])
+    return View(_picture(image), label, rival, _mask(plan, evidence, entry["label"]))
 
 
 def _picture(image: UInt8[Tensor, "3 _ _"]) -> UInt8[np.ndarray, "height width 3"]:

@@ -1,17 +1,18 @@
 """`certify`: all images of a job, recorded as they are done; stopped and started again, it goes on where it was.
 
-    decode (threads)  -->  batches of one size  -->  network (this thread)  -->  proofs, records (one thread)
+    decode (threads)  -->  batches of one size  -->  network, proofs, records (workers: one batch each at a time)
 
 Under torchrun every process takes each `world_size`-th block of images and writes a shard of its own; the first one
 sums up. A block is always computed whole, so that the numbers do not depend on where a run was stopped.
 """
 
 import os
+import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from patchguard import __version__, runtime
 from patchguard.certificate_file import Packer, image_digest
+from patchguard.data.decode import Unreadable
 from patchguard.errors import InputError
 from patchguard.experiments import gallery
 from patchguard.experiments.batches import Batch, Failure, ahead, blocks_of, grouped
@@ -33,7 +35,7 @@ from patchguard.experiments.records import FORMAT, Appender, Folder, Record
 
 BATCH_SIZE = {"cpu": 16, "cuda": 512}
 PLANS = 256  # sizes of images whose plans are kept
-AHEAD = 3  # batches that are decoded, or wait to be recorded
+AHEAD = 3  # batches that are decoded before they are needed
 
 Progress = Callable[[Tally], None]
 
@@ -133,7 +135,11 @@ def _finish(job: Job, folder: Folder, settings: dict[str, Any], work: "_Work") -
             f"none of the {found['images']} images can be certified: {reason['name']} {reason['error']}. "
             "Check the images and the patch."
         )
-    gallery.save(folder, gallery.choose(folder.records(), settings), job, work.plan)
+    chosen = gallery.choose(folder.records(), settings)
+    for _, record in chosen:
+        work.refusal((record["size"][0], record["size"][1]))  # traces the network where that is still to be done
+    with _pool(work.workers) as pool:
+        gallery.save(folder, chosen, list(pool.map(work.view, [record for _, record in chosen])))
     stamp = folder.run() or {}
     masks = {key: entry["masks"] for key, entry in found["patches"].items()}
     summary = {
@@ -161,14 +167,25 @@ class _Work:
     done: bytearray = field(default_factory=bytearray)  # per image, whether it was recorded before
     began: float = field(default_factory=time.perf_counter)
     before: int = 0
-    network: float = 0.0
+    network: float = 0.0  # seconds, of all workers together
+    traced: set[tuple[int, int]] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # of records and counts
+    making: threading.Lock = field(default_factory=threading.Lock)  # of plans and packers
+
+    @property
+    def workers(self) -> int:
+        """Batches that are worked on at once: on a CPU as many as threads are allowed, on a GPU two."""
+        return torch.get_num_threads() if self.device.type == "cpu" else 2
 
     def seconds(self, images: int) -> dict[str, float | None]:
-        """Return how long this start of the run took, how much of it the network, and the rate of all processes."""
+        """Return how long this start of the run took, how much of it the network, and the rate of all processes.
+
+        The time of the network is the mean over the workers.
+        """
         total = time.perf_counter() - self.began
         new = images - self.before
         rate = new / total if new else None
-        return {"total": round(total, 3), "network": round(self.network, 3), "images_per_second": rate}
+        return {"total": round(total, 3), "network": round(self.network / self.workers, 3), "images_per_second": rate}
 
     def go_on(self, folder: Folder, progress: Progress | None) -> None:
         """Certify what is not recorded yet."""
@@ -176,18 +193,27 @@ class _Work:
         if progress is not None:
             progress(self.tally)
         waiting: deque[Future[None]] = deque()
-        with folder.appending(runtime.rank()) as records, _one_thread() as pool:
+        with folder.appending(runtime.rank()) as records, _pool(self.workers) as pool:
             for batch in ahead(grouped(self.job.source, blocks), AHEAD):
+                if isinstance(batch, Batch) and self._new(batch.size):
+                    _settle(waiting, 0)  # a network must not be traced while it is at work
                 failures = [batch] if isinstance(batch, Failure) else self._refused(batch)
                 if failures:
                     failed = [self.failure(each) for each in failures]
                     waiting.append(pool.submit(self._append, failed, records, progress))
                 elif isinstance(batch, Batch):
-                    waiting.append(pool.submit(self._record, batch, self.forward(batch), records, progress))
-                while len(waiting) > AHEAD:
-                    waiting.popleft().result()
-            while waiting:
-                waiting.popleft().result()
+                    waiting.append(pool.submit(self._record, batch, records, progress))
+                _settle(waiting, self.workers + 1)
+            _settle(waiting, 0)
+
+    def _new(self, size: tuple[int, int]) -> bool:
+        """Whether the network has not yet been traced for images of this size."""
+        with suppress(InputError):  # which `refusal` will meet again
+            seen = self.job.guard.preprocess.output_size(*size)
+            if seen not in self.traced:
+                self.traced.add(seen)
+                return True
+        return False
 
     def _left(self, folder: Folder) -> list[range]:
         """Count the records that are there, and return the blocks of this process in which some are missing."""
@@ -213,7 +239,6 @@ class _Work:
         try:
             for written in self.job.patches:
                 written.at(*size)
-            # Traced here and not beside the network at work.
             self.job.guard.field(*size)
         except InputError as error:
             return _because(error)
@@ -226,13 +251,15 @@ class _Work:
         local_logits = self.job.guard.local_logits(as_floats(images))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.network += time.perf_counter() - began
+        with self.lock:
+            self.network += time.perf_counter() - began
         return local_logits
 
-    # -- in the thread of proofs ---------------------------------------------------------------------------------------
+    # -- in the workers ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _record(self, batch: Batch, local_logits: Tensor, records: Appender, progress: Progress | None) -> None:
+    def _record(self, batch: Batch, records: Appender, progress: Progress | None) -> None:
+        local_logits = self.forward(batch)
         try:
             plan = self.plan(batch.size)
         except InputError as error:
@@ -274,26 +301,40 @@ class _Work:
             )
         return made
 
+    @torch.no_grad()
+    def view(self, record: Record) -> gallery.View | None:
+        """Return what the gallery shows of a recorded image; None if its file has changed or gone since."""
+        try:
+            image = self.job.source.read(record["index"])
+        except Unreadable:
+            return None
+        if list(image.shape[1:]) != record["size"]:
+            return None
+        batch = Batch((record["index"],), image[None])
+        return gallery.view(image, record, self.job.guard.evidence(self.forward(batch)), self.plan(batch.size))
+
     def _append(self, computed: list[Record], records: Appender, progress: Progress | None) -> None:
         made = [record for record in computed if not self.done[record["index"]]]
-        records.append(made)
-        for record in made:
-            self.tally.add(record)
-        if progress is not None:
-            progress(self.tally)
+        with self.lock:
+            records.append(made)
+            for record in made:
+                self.tally.add(record)
+            if progress is not None:
+                progress(self.tally)
 
     def plan(self, size: tuple[int, int]) -> Plan:
         """Return what is computed for images of this size."""
-        plan: Plan = _kept(self.plans, size, partial(self.job.plan, size))
+        with self.making:
+            plan: Plan = _kept(self.plans, size, partial(self.job.plan, size))
         return plan
 
     def _certificates(self, plan: Plan, proofs: Proofs, batch: Batch, rows: list[int]) -> None:
         """Write the files before the records: a record says that its files are there."""
         target = Folder(self.job.certificates or Path())
         for task in plan.tasks:
-            packer = _kept(
-                self.packers, (plan.size, task.written.key), partial(Packer, task.guard, task.patch, *plan.size)
-            )
+            make = partial(Packer, task.guard, task.patch, *plan.size)
+            with self.making:
+                packer = _kept(self.packers, (plan.size, task.written.key), make)
             proof = proofs.certificate(task.guard.defense, task.windows)
             for number, row in enumerate(rows):
                 data = packer.pack(proofs.evidence, proof, number, image_digest(batch.images[row]))
@@ -310,17 +351,24 @@ class _Work:
 
 
 @contextmanager
-def _one_thread() -> Iterator[ThreadPoolExecutor]:
-    """Yield a thread for the proofs that shares its work with no others: those are for the network.
+def _pool(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """Yield worker threads that do not divide their work further.
 
-    Proofs are many small sums. Were they divided, too, twice as many threads as processors would wait for each other.
+    A thread per batch beats threads that share one: they never wait for each other. And a sum that is never divided
+    does not depend on the number of processors.
     """
     threads = torch.get_num_threads()
     try:
-        with ThreadPoolExecutor(1, "proofs", torch.set_num_threads, (1,)) as pool:
+        with ThreadPoolExecutor(workers, "worker", torch.set_num_threads, (1,)) as pool:
             yield pool
     finally:
-        torch.set_num_threads(threads)  # also what threads begin with that are started later
+        torch.set_num_threads(threads)  # what threads begin with that are started later
+
+
+def _settle(waiting: deque[Future[None]], most: int) -> None:
+    """Wait until no more than so many batches are at work; raise what went wrong in one that is done."""
+    while len(waiting) > most:
+        waiting.popleft().result()
 
 
 def _because(error: InputError) -> str:

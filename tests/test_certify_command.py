@@ -1,5 +1,6 @@
 """`patchguard certify` and `patchguard predict`, through the real command line; kills, resumes and torchrun."""
 
+import functools
 import json
 import os
 import random
@@ -33,6 +34,14 @@ def model(tmp_path_factory) -> str:
     guard = Guard(plain.preprocess, plain.model, plain.evidence, plain.defense, NAMES)
     zoo.save(guard, path, recipe={"patch": {"height": 2, "width": 2, "count": 1}})
     return str(path)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def read_once():
+    """One network for all commands of this process: deriving its field anew takes most of their time."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(zoo, "load", functools.cache(zoo.load))
+        yield
 
 
 def draw(folder: Path, count: int, side: int = 16, seed: int = 0, first: int = 0) -> None:

@@ -172,7 +172,7 @@ def _show(outcome: "Outcome", folder: Path, as_json: bool) -> None:
     )
     output.print(table(summary))
     if summary["errors"]:
-        output.print(f"{summary['errors']:,} images could not be certified; the records say why", soft_wrap=True)
+        output.print(f"images without an answer: {summary['errors']:,}; the records say why", soft_wrap=True)
     if any(entry["masks"] != "own" for entry in summary["patches"].values()):
         output.print("refitted: masks made for that patch, which are not the model's own", soft_wrap=True)
     if seconds["images_per_second"]:

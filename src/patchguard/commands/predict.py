@@ -50,7 +50,13 @@ def _answer(record: dict[str, Any], class_names: tuple[str, ...], keys: list[str
     found = {"name": record["name"], "label": record["label"], "class": class_names[record["label"]]}
     if keys:
         chosen = ("label", "certified", "margin", "masks")
-        found["patches"] = {key: {name: record["patches"][key][name] for name in chosen} for key in keys}
+        found["patches"] = {
+            key: {
+                "class": class_names[record["patches"][key]["label"]],
+                **{name: record["patches"][key][name] for name in chosen},
+            }
+            for key in keys
+        }
     return found
 
 
@@ -66,7 +72,7 @@ def _print(answers: list[dict[str, Any]], keys: list[str]) -> None:
         for key in keys:
             entry = answer["patches"][key]
             # Masks made for another patch are another rule, which may answer with another class.
-            other = "" if entry["label"] == answer["label"] else f" as class {entry['label']}"
+            other = "" if entry["label"] == answer["label"] else f" as {shown(entry['class'])}"
             words.append(("certified" if entry["certified"] else "not certified") + other)
         table.add_row(shown(answer["name"]), shown(answer["class"]), *words)
     screen().print(table)

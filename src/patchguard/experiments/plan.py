@@ -98,7 +98,7 @@ class Plan:
     largest: int  # side of the largest square that the rule's masks can withstand
     top_k: int
     reached: dict[int, Windows] = field(default_factory=dict)
-    places: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    places: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
 
     @property
     def rule(self) -> Defense[Any]:
@@ -131,7 +131,7 @@ class Plan:
 
     def _place(self, axis_number: int, axis: Axis, length: int, start: int, stop: int) -> int:
         """Of the positions that touch the cells start .. stop - 1 and no others, the middle one."""
-        known = (axis_number, length, start)
+        known = (axis_number, length, start, stop)
         if known not in self.places:
             cells = np.zeros(axis.cells, dtype=bool)
             cells[np.arange(start, stop) % axis.cells] = True

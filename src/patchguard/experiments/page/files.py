@@ -227,7 +227,8 @@ def read_run(folder: Path) -> Run:
         refitted_clean=_curve(refitted, ("clean",)),
         classes=[_class_count(entry) for entry in classes.members()] if classes else [],
         margins={name: _margins(entry) for name, entry in margins.items()} if margins else {},
-        seconds={name: entry.number() for name, entry in seconds.items()} if seconds else {},
+        # A run that had nothing left to do has no rate.
+        seconds={name: entry.number() for name, entry in seconds.items() if entry.value is not None} if seconds else {},
         failures=_failures(folder, errors),
     )
 
@@ -367,7 +368,7 @@ def _picture(entry: Entry, place: int, archive: Any, path: Path) -> Picture:
         group=entry.at("group").text(),
         label=entry.at("label").whole(),
         target=target.whole() if target else None,
-        margin=entry.at("margin").number(),
+        margin=found.number() if (found := entry.get("margin")) else -math.inf,  # of a rule that proves nothing
         rival=entry.at("rival").whole(),
         size=size,
         grid=grid,

@@ -6,8 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -158,7 +156,9 @@ def _shares(tally: "Tally") -> str:
 
 
 def _show(outcome: "Outcome", folder: Path, as_json: bool) -> None:
-    report = _report(folder)
+    from patchguard.experiments import report
+
+    page = report.write([folder])
     if as_json:
         typer.echo(json.dumps(outcome.summary, indent=1))
         return
@@ -181,7 +181,7 @@ def _show(outcome: "Outcome", folder: Path, as_json: bool) -> None:
             f"{seconds['images_per_second']:.1f} images per second",
             soft_wrap=True,
         )
-    output.print(f"{'was finished before: ' if outcome.before else ''}{shown(str(report or folder))}", soft_wrap=True)
+    output.print(f"{'was finished before: ' if outcome.before else ''}{shown(str(page))}", soft_wrap=True)
 
 
 def table(summary: dict[str, Any]) -> "Table":
@@ -203,11 +203,3 @@ def percent(share: dict[str, Any]) -> str:
     if share["share"] is None:
         return "none"
     return f"{100 * share['share']:.1f} % ({100 * share['low']:.1f} to {100 * share['high']:.1f})"
-
-
-def _report(folder: Path) -> Path | None:
-    """Write report.html into the folder of the run."""
-    if find_spec("patchguard.experiments.report") is None:
-        return None
-    written: Path = import_module("patchguard.experiments.report").write([folder])
-    return written

@@ -55,9 +55,10 @@ def row(name: str, kind: Any, described: Any, default: Any) -> str:
     if type(described).__name__ == "ArgumentInfo":
         shown = described.metavar or name.upper()
     else:
-        words = [word for word in described.param_decls or () if word.startswith("-")] or [
-            f"--{name.replace('_', '-')}"
-        ]
+        # In an annotation, typer keeps the first name where the default would be.
+        given = [described.default, *(described.param_decls or ())]
+        words = [word for word in given if isinstance(word, str) and word.startswith("-")]
+        words = words or [f"--{name.replace('_', '-')}"]
         shown = ", ".join(words) + ("" if kind is bool else f" {described.metavar or name.upper()}")
     chosen = "needed" if default in (inspect.Parameter.empty, ...) else f"`{default}`" if default else ""
     return f"| `{shown}` | {chosen} | {' '.join((described.help or '').split())} |\n".replace("||", "\\|\\|")

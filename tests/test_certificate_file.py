@@ -14,7 +14,7 @@ from tiny import bagnet_guard, lively, pictures, srf_guard
 from typer.testing import CliRunner
 
 from patchguard import certificate_file, verify, zoo
-from patchguard.certificate_file import Packer, difference, eight_bit, image_digest
+from patchguard.certificate_file import Packer, difference, eight_bit, has_own_masks, image_digest
 from patchguard.cli import app
 from patchguard.defenses import ClippedSum, MajorityVote, RobustMasking, Undefended
 from patchguard.errors import InputError
@@ -153,9 +153,23 @@ def test_another_image_model_or_rule_is_noticed(written):
     assert "another image" in difference(data, guard, image(18))
     assert "settings of evidence" in difference(data, replace(guard, evidence=Evidence(low=None)), pixels)
     assert "preprocessing" in difference(data, replace(guard, preprocess=bagnet_guard().preprocess), pixels)
-    assert "defense" in difference(data, guard.for_patch(Patch(3), 16, 16), pixels)
+    masks = guard.defense.masks
+    assert "defense" in difference(data, replace(guard, defense=RobustMasking(masks=masks)), pixels)
+    renamed = replace(guard, class_names=("x", "y", "z"))
+    assert "names of classes" in difference(data, renamed, pixels)
     other = replace(guard, model=build("srf", classes=3, field=5, widths=[8, 12]).eval())
     assert "other weights" in difference(data, other, pixels)
+
+
+def test_masks_fitted_to_the_patch_of_the_file_are_known_as_such(tmp_path):
+    guard, pixels = srf_guard(), image(16)
+    fitted = guard.for_patch(Patch(4), 16, 16)
+    certificate_file.write(tmp_path / "image.pgc", fitted, pixels, Patch(4))
+    data = (tmp_path / "image.pgc").read_bytes()
+    assert difference(data, guard, pixels) is None
+    assert (has_own_masks(data, guard), has_own_masks(data, fitted)) == (False, True)
+    certificate_file.write(tmp_path / "image.pgc", guard.for_patch(Patch(5), 16, 16), pixels, Patch(4))
+    assert "neither the model's nor those fitted" in difference((tmp_path / "image.pgc").read_bytes(), guard, pixels)
 
 
 def test_a_false_field_is_valid_alone_but_not_against_the_model(written):
@@ -238,7 +252,7 @@ def test_mistakes_in_the_command_are_one_line(run, written, deployed, tmp_path):
     (tmp_path / "image.png").write_bytes(b"no image")
     shown = run("verify", written, *deployed)
     assert shown.exit_code == 1
-    assert "must be an image file" in shown.stderr
+    assert "not an image of a known kind" in shown.stderr
     assert len(shown.stderr.strip().splitlines()) == 1
 
 

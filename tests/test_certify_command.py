@@ -363,3 +363,45 @@ def test_two_processes_of_torchrun_give_the_records_of_one(uninterrupted, tmp_pa
     assert json.loads((out / "summary.json").read_text())["images"] == len(expected)
     again = CliRunner().invoke(app, [*words, str(out)])
     assert "was finished before" in again.stdout
+
+
+def test_records_of_other_images_are_never_taken_for_these(run, labelled, tmp_path):
+    """Same names, other pictures: a finished run and a stopped one are both refused."""
+    photos, out = tmp_path / "photos", tmp_path / "run"
+    photos.mkdir()
+    for place, path in enumerate(sorted((labelled / "bread").glob("*.png"))[:3]):
+        (photos / f"{place}.png").write_bytes(path.read_bytes())
+    words = ("--data", photos, "--out", out)
+    assert run("certify", *words).exit_code == 0
+    assert "was finished before" in run("certify", *words).stdout
+    Image.new("RGB", (16, 16), "red").save(photos / "1.png")
+    for _ in range(2):
+        shown = run("certify", *words)
+        assert shown.exit_code == 1
+        assert "other settings: data_digest" in shown.stderr
+        (out / "summary.json").unlink(missing_ok=True)
+
+
+def test_certificates_that_a_finished_run_has_elsewhere_are_missed(run, labelled, tmp_path):
+    words = ("--data", labelled / "bread", "--limit", "2", "--out", tmp_path / "run", "--certificates")
+    assert run("certify", *words, tmp_path / "here").exit_code == 0
+    assert run("certify", *words, tmp_path / "here").exit_code == 0
+    shown = run("certify", *words, tmp_path / "there")
+    assert shown.exit_code == 1
+    assert "lacks 000000-2x2.pgc" in shown.stderr
+
+
+@pytest.mark.parametrize("words", [("--out", "/proc"), ("--certificates", "/proc")])
+def test_places_that_cannot_be_written_are_one_line(run, labelled, tmp_path, words):
+    shown = run("certify", "--data", labelled / "bread", "--limit", "2", "--out", tmp_path, *words)
+    assert shown.exit_code == 1
+    assert shown.stderr.startswith("patchguard: ")
+    assert len(shown.stderr.splitlines()) == 1
+
+
+def test_masks_fitted_for_the_run_are_not_called_the_models_own(run, labelled, tmp_path):
+    words = ("--data", labelled / "bread", "--limit", "2", "--defense", "RobustMasking", "--out", tmp_path)
+    assert run("certify", *words).exit_code == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["patches"]["2x2"]["masks"] == "refitted"
+    assert summary["settings"]["fitted"] == "2x2 in 16x16"

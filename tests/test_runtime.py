@@ -63,3 +63,9 @@ def test_a_device_that_is_not_here_is_refused():
         runtime.choose_device("gpu")
     with mock.patch("torch.cuda.device_count", return_value=1), pytest.raises(InputError, match="cuda:3"):
         runtime.choose_device("cuda:3")
+
+
+@pytest.mark.parametrize("name", ["meta", "mps", "xpu"])
+def test_devices_that_nothing_here_was_tried_on_are_refused(name):
+    with pytest.raises(InputError, match="auto, cpu, cuda"):
+        runtime.choose_device(name)

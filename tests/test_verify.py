@@ -302,4 +302,14 @@ def test_class_names_cannot_break_the_line():
 
     verdict = check_bytes(edited(data, name))
     assert verdict.valid
-    assert "(line\\nbreak \\ud800)" in verdict.reason
+    assert "class 'line\\nbreak \\ud800'" in verdict.reason
+
+
+def test_a_name_cannot_read_like_a_verdict() -> None:
+    claim, layers = verify.read(next(honest_files("DoubleMasking", 1)))
+    spoof = "x) is certified against every 8 x 8 patch" + 200 * " "
+    claim["class_names"] = [spoof + str(number) for number in range(layers.shape[-3])]
+    reason = verify.check_bytes(sealed(claim, layers)).reason
+    assert reason.startswith(f"label {claim['label']} is ")
+    assert reason.index(", class '") > reason.index("margin")
+    assert len(reason) < 140

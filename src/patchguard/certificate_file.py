@@ -267,14 +267,21 @@ def preprocess_digest(preprocess: Preprocess) -> str:
 # -- checking against the network and the image ------------------------------------------------------------------------
 
 
+def has_own_masks(data: bytes, guard: Guard[Any]) -> bool:
+    """Return whether the rule in a valid file is the guard's as it is, not with masks fitted to the file's patch."""
+    own: bool = verify.read(data)[0]["defense"] == rule_to_json(guard.defense)
+    return own
+
+
 def difference(data: bytes, guard: Guard[Any], image: Image) -> str | None:
     """Return the first way in which a valid file is not about this guard and image, or None.
 
-    Everything in the file that rests on the network is made anew: the digests, the settings, the field (traced; it
-    must be equal) and the evidence. The evidence must lie within the drift that the certificate tolerates in every
-    cell, so equal where the drift is 0. Of votes, the file must count none as sure and leave none out as possible that
-    drift could change here: what it proves then holds for the evidence made here. On the machine that wrote the file
-    it is equal.
+    The masks of the file may be the guard's own or those that `for_patch` fits to the patch of the file
+    (`has_own_masks` tells). Everything in the file that rests on the network is made anew: the digests, the settings,
+    the field (traced; it must be equal) and the evidence. The evidence must lie within the drift that the certificate
+    tolerates in every cell, so equal where the drift is 0. Of votes, the file must count none as sure and leave none
+    out as possible that drift could change here: what it proves then holds for the evidence made here. On the machine
+    that wrote the file it is equal.
     """
     claim, layers = verify.read(data)
     pixels = eight_bit(image)
@@ -285,8 +292,13 @@ def difference(data: bytes, guard: Guard[Any], image: Image) -> str | None:
         return "it is about another preprocessing"
     if claim["evidence"] != evidence_to_json(guard.evidence):
         return "its settings of evidence are not the model's"
+    if claim["class_names"] != list(guard.class_names):
+        return "its names of classes are not the model's"
     if claim["defense"] != rule_to_json(guard.defense):
-        return "its defense, or the masks of its defense, are not the model's"
+        patch = Patch(claim["patch"]["height"], claim["patch"]["width"])
+        guard = guard.for_patch(patch, height, width)
+    if claim["defense"] != rule_to_json(guard.defense):
+        return "its defense is not the model's, or its masks are neither the model's nor those fitted to its patch"
     if claim["digests"]["model"] != zoo.digest(guard):
         return "it is about a model with other weights or settings"
     field = guard.field(height, width)

@@ -32,6 +32,8 @@ def choose_device(name: str = "auto") -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise InputError(f"`device` must be auto, cpu, cuda or cuda:1 and the like; got {name!r}.") from None
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"`device` must be auto, cpu, cuda or cuda:1 and the like; got {name!r}.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(
             f"`device` must be one that torch finds here; got {name!r} with {torch.cuda.device_count()} GPUs. Use cpu."

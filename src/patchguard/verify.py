@@ -111,9 +111,10 @@ def _prove(claim: dict[str, Any], layers: Integers) -> str:
         raise Refused(f"it claims label {label}, but the rule gives {found} for its evidence")
     per_window, closest = rule.margins(label, lower, upper, windows)
     _check_margin(claim, per_window, closest, claim["units"]["scale"] * rule.multiple)
-    name = f" ({ascii(claim['class_names'][label])[1:-1]})" if claim["class_names"] else ""
+    # Quoted, short and last: a name is what the writer calls a class, and must not read like a verdict.
+    name = f", class {claim['class_names'][label][:40]!a}" if claim["class_names"] else ""
     outcome = "is certified against" if claim["certified"] else "is NOT certified against"
-    return f"label {label}{name} {outcome} every {patch} patch, margin {claim['margin']['value']:.6g}"
+    return f"label {label} {outcome} every {patch} patch, margin {claim['margin']['value']:.6g}{name}"
 
 
 def _check_margin(claim: dict[str, Any], per_window: list[int], closest: set[int], denominator: int) -> None:

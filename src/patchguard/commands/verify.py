@@ -10,7 +10,7 @@ from patchguard import verify as checker
 from patchguard.errors import InputError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 
 def verify(
@@ -37,7 +37,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _checked(file: str, against: Callable[[bytes], str | None] | None) -> checker.Verdict:
+def _checked(file: str, against: Callable[[bytes], tuple[bool, str]] | None) -> checker.Verdict:
     try:
         data = checker.load(file)
     except checker.Refused as refusal:
@@ -45,29 +45,24 @@ def _checked(file: str, against: Callable[[bytes], str | None] | None) -> checke
     verdict = checker.check_bytes(data)
     if not verdict.valid or against is None:
         return verdict
-    difference = against(data)
-    if difference is not None:
-        return checker.Verdict(valid=False, certified=False, reason=difference)
-    return checker.Verdict(True, verdict.certified, f"{verdict.reason}; model, field, image and evidence agree")
+    agrees, told = against(data)
+    if not agrees:
+        return checker.Verdict(valid=False, certified=False, reason=told)
+    return checker.Verdict(True, verdict.certified, f"{verdict.reason}; {told}")
 
 
-def _against(model: str, image: str) -> Callable[[bytes], str | None]:
-    """Return what compares a file with the model and the image; only this needs torch."""
+def _against(model: str, image: str) -> Callable[[bytes], tuple[bool, str]]:
+    """Return what compares a file with the model and the image, and says how that went; only this needs torch."""
     from patchguard import certificate_file, zoo
+    from patchguard.data.decode import decode
 
-    guard, pixels = zoo.find(model), _pixels(image)
-    return lambda data: certificate_file.difference(data, guard, pixels)
+    guard, pixels = zoo.find(model), decode(image)
 
+    def compare(data: bytes) -> tuple[bool, str]:
+        difference = certificate_file.difference(data, guard, pixels)
+        if difference is not None:
+            return False, difference
+        masks = "" if certificate_file.has_own_masks(data, guard) else " with masks fitted to this patch"
+        return True, f"model{masks}, field, image and evidence agree"
 
-def _pixels(path: str) -> "Tensor":
-    """Return the 8-bit pixels (3, height, width) of an image file."""
-    import numpy as np
-    import torch
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(path) as picture:
-            pixels = np.array(picture.convert("RGB"))
-    except (OSError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise InputError(f"`--image` must be an image file; {path} cannot be read: {error}.") from None
-    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+    return compare

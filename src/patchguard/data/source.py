@@ -20,13 +20,19 @@ from patchguard.data.folder import Listing
 from patchguard.errors import InputError, nearest
 
 
+def unchanging(place: int) -> str:
+    """Return the state of an image that cannot change."""
+    return ""
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class Source:
     """Images with or without true classes, each read when it is asked for and at its own size.
 
-    `names[i]` identifies image i for good: its path below the root, with forward slashes, or `test/00012` for image 12
-    of the test set of CIFAR-10. `targets` is None where there are no classes. `read(i)` returns 8-bit pixels
+    `names[i]` says which image i is: its path below the root, with forward slashes, or `test/00012` for image 12 of the
+    test set of CIFAR-10. `state(i)` changes when the file behind it does (its size and time); it is empty for sets
+    whose contents are checked by digest. `targets` is None where there are no classes. `read(i)` returns 8-bit pixels
     (3, height, width) or raises `Unreadable`. `ignored` counts files that were passed over as no images.
 
     A source can be pickled, and so be used by worker processes.
@@ -37,6 +43,7 @@ class Source:
     class_names: tuple[str, ...]
     read: Callable[[int], Tensor]
     ignored: int = 0
+    state: Callable[[int], str] = unchanging
 
     def __len__(self) -> int:
         return len(self.names)
@@ -50,6 +57,7 @@ class Source:
             class_names=self.class_names,
             read=partial(_read_at, self.read, kept),
             ignored=self.ignored,
+            state=partial(_state_at, self.state, kept),
         )
 
     def limited(self, count: int, seed: int = 0) -> "Source":
@@ -95,7 +103,8 @@ def open_source(what: str | Path, root: str | Path | None = None) -> Source:
 def of_listing(listing: Listing) -> Source:
     """Return the images of a listing."""
     read = partial(_read_file, str(listing.root), listing.names)
-    return Source(listing.names, listing.targets, listing.class_names, read, listing.ignored)
+    state = partial(_state_of_file, str(listing.root), listing.names)
+    return Source(listing.names, listing.targets, listing.class_names, read, listing.ignored, state)
 
 
 def _matched(pattern: str) -> Listing:
@@ -127,6 +136,18 @@ def _read_file(root: str, names: tuple[str, ...], place: int) -> UInt8[Tensor, "
         return decode(Path(root) / names[place])
     except Unreadable as error:
         raise Unreadable(names[place], error.reason) from None
+
+
+def _state_of_file(root: str, names: tuple[str, ...], place: int) -> str:
+    try:
+        found = (Path(root) / names[place]).stat()
+    except OSError:
+        return "gone"
+    return f"{found.st_size} {found.st_mtime_ns}"
+
+
+def _state_at(state: Callable[[int], str], places: tuple[int, ...], place: int) -> str:
+    return state(places[place])
 
 
 def _read_row(images: UInt8[Tensor, "count 3 height width"], place: int) -> UInt8[Tensor, "3 height width"]:

@@ -50,6 +50,7 @@ class Job:
     digest: str
     data: str
     certificates: Path | None
+    fitted: str | None = None  # to which patch in which size another defense was fitted; None keeps the model's masks
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -75,11 +76,12 @@ class Job:
             "class_names": list(self.class_names),
             "labelled": self.source.targets is not None,
             "certificates": self.certificates is not None,
+            "fitted": self.fitted,
         }
 
     def plan(self, size: tuple[int, int]) -> Plan:
         """Return what is computed for images of this size."""
-        return make_plan(self.guard, size, self.patches, self.curve, self.top_k)
+        return make_plan(self.guard, size, self.patches, self.curve, self.top_k, own=self.fitted is None)
 
 
 def prepare(
@@ -105,7 +107,7 @@ def prepare(
     written = written or (default_patch(zoo.recipe(model), size),)
     asked = [each.at(*size) for each in written]
     guard = swapped(loaded, defense, evidence, threshold)
-    if guard.defense is not loaded.defense:
+    if defense:
         guard = guard.for_patch(asked[0], *size)
     job = Job(
         guard=guard,
@@ -117,6 +119,7 @@ def prepare(
         digest=zoo.digest(loaded),
         data=Path(data).name if Path(data).is_absolute() else data,
         certificates=certificates,
+        fitted=f"{asked[0].height}x{asked[0].width} in {size[0]}x{size[1]}" if defense else None,
     )
     job.plan(size)  # raises here, before anything is written, where nothing could be certified
     if certificates is not None:
@@ -163,7 +166,8 @@ def opened(words: Sequence[str], root: Path | None = None, *, labelled: bool = T
         for name in source.names
     ]
     starts = list(accumulate((len(source) for source in sources), initial=0))
-    return Source(tuple(names), None, (), partial(_read_joined, sources, starts), sum(each.ignored for each in sources))
+    read, state = partial(_read_joined, sources, starts), partial(_state_joined, sources, starts)
+    return Source(tuple(names), None, (), read, sum(each.ignored for each in sources), state)
 
 
 def _read_joined(sources: list[Source], starts: list[int], place: int) -> Tensor:
@@ -171,8 +175,13 @@ def _read_joined(sources: list[Source], starts: list[int], place: int) -> Tensor
     return sources[number].read(place - starts[number])
 
 
+def _state_joined(sources: list[Source], starts: list[int], place: int) -> str:
+    number = bisect_right(starts, place) - 1
+    return sources[number].state(place - starts[number])
+
+
 def usual_size(source: Source) -> tuple[int, int]:
-    """Return the size of the largest of the first images; raise if none of all can be read."""
+    """Return the size of the largest of the first images, by its shorter side; raise if none of all can be read."""
     first: list[tuple[int, int]] = []
     reason = ""
     for image in decoded(source):
@@ -184,7 +193,7 @@ def usual_size(source: Source) -> tuple[int, int]:
             break
     if not first:
         raise InputError(f"none of the {len(source)} images can be read: {reason} Check the files.")
-    return max(first, key=lambda size: size[0] * size[1])
+    return max(first, key=lambda size: (min(size), max(size)))
 
 
 def matched(source: Source, guard: Guard[Any]) -> Source:
@@ -215,11 +224,11 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _digest(source: Source) -> str:
-    """Return the SHA-256 of names and classes: the same images give the same records."""
+    """Return the SHA-256 of names, classes and states of files: records of other images must not be taken for these."""
     total = hashlib.sha256()
     for place, name in enumerate(source.names):
         target = None if source.targets is None else source.targets[place]
-        total.update(f"{name}\0{target}\n".encode("utf-8", "surrogateescape"))
+        total.update(f"{name}\0{target}\0{source.state(place)}\n".encode("utf-8", "surrogateescape"))
     return total.hexdigest()
 
 

@@ -71,7 +71,8 @@ class Tally:
         counts["undefended",] += record["undefended"] == target
         counts["clean",] += record["label"] == target
         counts["class", str(target)] += 1
-        counts["class clean", str(target)] += record["label"] == target
+        # Masks fitted to a patch are another rule: what is right and what is certified are counted of the same one.
+        counts["class clean", str(target)] += record["patches"][self.keys[0]]["label"] == target
         for key, entry in record["patches"].items():
             right = entry["label"] == target
             proved = bool(entry["certified"])
@@ -104,7 +105,7 @@ class Tally:
             return None, None
         if not self.labelled:
             return None, self.counts["proved", first] / read
-        return self.counts["clean",] / read, self.counts["certified", first] / read
+        return self.counts["clean", first] / read, self.counts["certified", first] / read
 
     def summary(self) -> dict[str, Any]:
         """Return summary.json, but for what does not come from records."""

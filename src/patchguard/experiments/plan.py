@@ -54,7 +54,8 @@ class WrittenPatch:
         """The name of this patch in records: 5x5, 24x88 or 2%."""
         if self.fixed is not None:
             return f"{self.fixed.height}x{self.fixed.width}"
-        return f"{float((self.share or 0) * 100):g}%"
+        exact = f"{float((self.share or 0) * 100):.6f}".rstrip("0").rstrip(".")
+        return f"{exact}%"
 
     def at(self, height: int, width: int) -> Patch:
         """Return the patch in the pixels of an image; refuse one that does not fit."""
@@ -153,8 +154,13 @@ def make_plan(
     patches: Sequence[WrittenPatch],
     sides: Sequence[int] = (),
     top_k: int = 1,
+    *,
+    own: bool = True,
 ) -> Plan:
-    """Decide which masks serve which patch; raise where images of this size cannot be certified at all."""
+    """Decide which masks serve which patch; raise where images of this size cannot be certified at all.
+
+    `own` is whether the guard's masks are those of the model, not fitted for this run.
+    """
     height, width = size
     asked = [written.at(height, width) for written in patches]
     source_field = guard.field(height, width)
@@ -169,7 +175,7 @@ def make_plan(
         windows = Windows.reached_by(patch, source_field)
         covered = _accepts(base.defense, probe, windows)
         chosen = base if covered else guard.for_patch(patch, height, width)
-        tasks.append(Task(written, patch, chosen, windows, "own" if covered and fits else "refitted"))
+        tasks.append(Task(written, patch, chosen, windows, "own" if covered and fits and own else "refitted"))
     for task in tasks:
         task.guard.defense.certify(probe, task.windows, 0, top_k)  # raises before any work is done
     curve = []

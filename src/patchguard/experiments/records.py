@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, BinaryIO, final
 
 from patchguard.errors import InputError
 
@@ -82,7 +82,7 @@ class Folder:
         The first process of a run holds it alone until it calls `share`; only then may the others of that run enter.
         """
         self._make()
-        with open(self.path / LOCK, "ab") as file:
+        with self._lock_file() as file:
             lock = Lock(file.fileno(), self.path)
             lock.take(fcntl.LOCK_EX if first else fcntl.LOCK_SH)
             yield lock
@@ -128,9 +128,19 @@ class Folder:
                     file.flush()
                     os.fsync(file.fileno())
             os.replace(draft, self.path / name)
+        except OSError as error:
+            raise InputError(
+                f"{self.path / name} cannot be written: {error.strerror}. Make room, or go elsewhere."
+            ) from None
         finally:
-            with suppress(FileNotFoundError):
+            with suppress(OSError):
                 draft.unlink()
+
+    def _lock_file(self) -> BinaryIO:
+        try:
+            return open(self.path / LOCK, "ab")
+        except OSError as error:
+            raise InputError(f"`--out` must be a folder to write in; got {self.path}: {error.strerror}.") from None
 
     def _make(self) -> None:
         try:

@@ -69,11 +69,26 @@ def certify(
                 barrier()
             finished = folder.summary()
             if finished is not None:
+                _check_written(job, folder)
                 return Outcome(finished, before=True) if first else None
             work = _Work(job, Tally(settings), place, at_once)
             work.go_on(folder, progress)
             barrier()
             return Outcome(_finish(job, folder, settings, work), before=False) if first else None
+
+
+def _check_written(job: Job, folder: Folder) -> None:
+    """Raise where certificate files are asked for that a finished run has put elsewhere, or that are gone."""
+    if job.certificates is None:
+        return
+    keys = [written.key for written in job.patches]
+    for record in folder.records():
+        for name in [] if "error" in record else [certificate_name(record["index"], key) for key in keys]:
+            if not (job.certificates / name).exists():
+                raise InputError(
+                    f"{folder.path} is finished, but {job.certificates} lacks {name}. "
+                    "Give the folder that its certificates are in, or another --out to certify anew."
+                )
 
 
 def predict(job: Job, *, device: str = "auto", batch_size: int | None = None) -> Iterator[Record]:
@@ -281,7 +296,8 @@ class _Work:
             if self.job.certificates is not None:
                 self._certificates(plan, proofs, batch, rows)
             for row, answer in zip(rows, found, strict=True):
-                made.append({**self._named(batch.places[row]), "size": list(batch.size), **answer})
+                digest = image_digest(batch.images[row])
+                made.append({**self._named(batch.places[row]), "size": list(batch.size), "image": digest, **answer})
         self._append(made, records, progress)
 
     @torch.no_grad()
@@ -308,7 +324,7 @@ class _Work:
             image = self.job.source.read(record["index"])
         except Unreadable:
             return None
-        if list(image.shape[1:]) != record["size"]:
+        if image_digest(image) != record["image"]:
             return None
         batch = Batch((record["index"],), image[None])
         return gallery.view(image, record, self.job.guard.evidence(self.forward(batch)), self.plan(batch.size))

@@ -50,7 +50,8 @@ class Trainer:
     ) -> None:
         if len(data) < recipe.batch_size:
             raise InputError(
-                f"`batch_size` must be at most the {len(data)} images to learn from; got {recipe.batch_size}."
+                f"`batch_size` must be at most the {len(data)} images to learn from; got {recipe.batch_size}. "
+                "Lower it: --set batch_size=..."
             )
         self.recipe, self.device = recipe, device
         self.size = recipe.source_size if isinstance(data, Source) else data.size

@@ -36,6 +36,7 @@ from patchguard.windows import Windows
 
 Image = UInt8[Tensor, "3 height width"] | Float[Tensor, "3 height width"]
 
+RULES = (RobustMasking, DoubleMasking, ClippedSum, MajorityVote)  # those that the checker knows
 LARGEST_UNITS = 2**52  # up to here the float margin of a certificate determines its whole number of units
 
 
@@ -144,11 +145,9 @@ def encode(
     digests: Mapping[str, str],
 ) -> bytes:
     """Return the bytes of the file that makes this claim about one image; `digests`: model, preprocess, image."""
-    if not isinstance(defense, (RobustMasking, DoubleMasking, ClippedSum, MajorityVote)):
-        raise InputError(
-            f"certificate files know RobustMasking, DoubleMasking, ClippedSum and MajorityVote; got "
-            f"{type(defense).__name__}."
-        )
+    if not isinstance(defense, RULES):
+        known = ", ".join(rule.__name__ for rule in RULES)
+        raise InputError(f"certificate files know {known}; got {type(defense).__name__}.")
     if patch.count != 1 or windows.count != 1 or (hasattr(defense, "masks") and defense.masks.count != 1):
         raise InputError(f"certificate files are about one patch and single masks; got a patch count of {patch.count}.")
     layers = _layers(evidence, settings)

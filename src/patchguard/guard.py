@@ -12,13 +12,13 @@ Each word of this picture is one file: patch, field, windows, evidence, certific
 and data. A Guard only puts them together.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Generic, final, overload
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchguard.certificate import Answer, Certificate, Prediction, concatenate
@@ -165,33 +165,18 @@ class Guard(Generic[Proof]):
         largest, too_large = 1, min(height, width) + 1
         while too_large - largest > 1:
             middle = (largest + too_large) // 2
-            accepted = self._accepts(evidence, self.windows(Patch(middle), height, width))
+            accepted = self.defense.accepts(evidence, self.windows(Patch(middle), height, width))
             largest, too_large = (middle, too_large) if accepted else (largest, middle)
         label = self.defense.predict(evidence).label
-        sides = torch.zeros_like(label)
 
-        def search(rows: Tensor, proved: int, limit: int) -> None:
-            """Settle images that are certified for side `proved` and for none above `limit`."""
-            if proved == limit or len(rows) == 0:
-                sides[rows] = proved
-                return
-            side = (proved + limit + 1) // 2
+        def proves(rows: Tensor, side: int) -> Tensor:
             windows = self.windows(Patch(side), height, width)
             proof: object = self.defense.certify(evidence[rows], windows, label[rows])
             if not isinstance(proof, Certificate):
                 raise InputError("`largest_certified_patch` needs a defense that certifies labels; this one detects.")
-            search(rows[proof.certified], side, limit)
-            search(rows[~proof.certified], proved, side - 1)
+            return proof.certified
 
-        search(torch.arange(len(label), device=label.device), 0, largest)
-        return sides
-
-    def _accepts(self, evidence: EvidenceMap, windows: Windows) -> bool:
-        try:
-            self.defense.check(evidence, windows)
-        except InputError:
-            return False
-        return True
+        return settled_sides(label, largest, proves)
 
     # -- what lies between images and answers --------------------------------------------------------------------------
 
@@ -249,6 +234,33 @@ class Guard(Generic[Proof]):
                 f"guard.for_patch(patch, {height}, {width})."
             )
         return self.evidence(local_logits)
+
+
+def settled_sides(
+    label: Int64[Tensor, " batch"],
+    limit: int,
+    proves: Callable[[Int64[Tensor, " _some"], int], Bool[Tensor, " _some"]],
+    known: Sequence[int] = (),
+) -> Int64[Tensor, " batch"]:
+    """Return, per image, the largest side up to `limit` for which `proves(images, side)` holds, 0 if for none.
+
+    Found by bisection: a larger patch can do all that a smaller one can. Sides in `known` cost nothing and come first.
+    """
+    sides = torch.zeros_like(label)
+
+    def search(rows: Tensor, proved: int, limit: int) -> None:
+        """Settle images that are certified for side `proved` and for none above `limit`."""
+        if proved == limit or len(rows) == 0:
+            sides[rows] = proved
+            return
+        free = [side for side in known if proved < side <= limit]
+        side = max(free) if free else (proved + limit + 1) // 2
+        certified = proves(rows, side)
+        search(rows[certified], side, limit)
+        search(rows[~certified], proved, side - 1)
+
+    search(torch.arange(len(label), device=label.device), 0, limit)
+    return sides
 
 
 @lru_cache(maxsize=256)

@@ -68,6 +68,14 @@ class Defense(ABC, Generic[Proof]):
     def check(self, evidence: EvidenceMap, windows: Windows) -> None:
         """Raise where this defense cannot certify anything for such evidence and windows."""
 
+    def accepts(self, evidence: EvidenceMap, windows: Windows) -> bool:
+        """Whether `check` lets such evidence and windows pass."""
+        try:
+            self.check(evidence, windows)
+        except InputError:
+            return False
+        return True
+
     def exact(self, evidence: EvidenceMap, windows: Windows) -> bool:
         """Whether a negative margin (top 1, no drift) always comes with contents that change the label."""
         return True

@@ -12,15 +12,12 @@ from typing import Any, final
 
 from torch import Tensor
 
-from patchguard import config, zoo
+from patchguard import certificate_file, config, zoo
 from patchguard.data.decode import Unreadable
 from patchguard.data.loading import decoded
 from patchguard.data.source import Source, open_source
 from patchguard.defenses import (
-    ClippedSum,
     Defense,
-    DoubleMasking,
-    MajorityVote,
     MaskedAgreement,
     RobustMasking,
 )
@@ -33,7 +30,6 @@ from patchguard.windows import Windows
 LOOKED_AT = 8  # images that are decoded to learn a usual size
 SMALL = 100  # pixels: below this side, a default patch is given in pixels
 ANYTHING = Windows.sliding(grid=(1, 1), size=(1, 1))  # until masks are fitted to a patch and a size
-IN_FILES = (RobustMasking, DoubleMasking, ClippedSum, MajorityVote)
 
 
 @final
@@ -128,8 +124,8 @@ def prepare(
 
 
 def _check_certificates(job: Job) -> None:
-    if not isinstance(job.guard.defense, IN_FILES) or job.top_k != 1:
-        known = ", ".join(kind.__name__ for kind in IN_FILES)
+    if not isinstance(job.guard.defense, certificate_file.RULES) or job.top_k != 1:
+        known = ", ".join(kind.__name__ for kind in certificate_file.RULES)
         raise InputError(
             f"`--certificates` needs one of {known} and --top-k 1; got {type(job.guard.defense).__name__} and "
             f"{job.top_k}. Leave it out."

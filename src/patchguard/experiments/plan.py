@@ -17,7 +17,7 @@ from patchguard.defenses import Defense, Undefended
 from patchguard.errors import InputError
 from patchguard.evidence import Evidence, EvidenceMap
 from patchguard.field import Axis, Field
-from patchguard.guard import Guard
+from patchguard.guard import Guard, settled_sides
 from patchguard.patch import Patch
 from patchguard.windows import Windows
 
@@ -173,7 +173,7 @@ def make_plan(
     tasks = []
     for written, patch in zip(patches, asked, strict=True):
         windows = Windows.reached_by(patch, source_field)
-        covered = _accepts(base.defense, probe, windows)
+        covered = base.defense.accepts(probe, windows)
         chosen = base if covered else guard.for_patch(patch, height, width)
         tasks.append(Task(written, patch, chosen, windows, "own" if covered and fits and own else "refitted"))
     for task in tasks:
@@ -184,9 +184,7 @@ def make_plan(
         windows = Windows.reached_by(Patch(side), source_field)
         if _certifies(refitted.defense, probe, windows, top_k):
             curve.append((side, refitted.defense, windows))
-    largest = _last(
-        min(size), lambda side: _accepts(base.defense, probe, Windows.reached_by(Patch(side), source_field))
-    )
+    largest = _last(min(size), lambda side: base.defense.accepts(probe, Windows.reached_by(Patch(side), source_field)))
     return Plan(base, size, tuple(tasks), tuple(curve), largest, top_k)
 
 
@@ -197,14 +195,6 @@ def _last(count: int, holds: Callable[[int], bool]) -> int:
         middle = (known + limit + 1) // 2
         known, limit = (middle, limit) if holds(middle) else (known, middle - 1)
     return known
-
-
-def _accepts(defense: Defense[Any], evidence: EvidenceMap, windows: Windows) -> bool:
-    try:
-        defense.check(evidence, windows)
-    except InputError:
-        return False
-    return True
 
 
 def _certifies(defense: Defense[Any], evidence: EvidenceMap, windows: Windows, top_k: int) -> bool:
@@ -244,30 +234,17 @@ class Proofs:
         return self.found[defense, windows]
 
     def largest(self) -> list[int]:
-        """Return the side of the largest square patch that each image is certified against, masks kept.
-
-        Found by bisection: a larger patch can do all that a smaller one can.
-        """
+        """Return the side of the largest square patch that each image is certified against, masks kept."""
         rule, label = self.plan.rule, self.label(self.plan.rule)
-        sides = torch.zeros_like(label)
 
-        def search(rows: Tensor, proved: int, limit: int) -> None:
-            """Settle images that are certified for side `proved` and for none above `limit`."""
-            if proved == limit or len(rows) == 0:
-                sides[rows] = proved
-                return
-            known = [side for side in self.plan.squares if proved < side <= limit]
-            side = max(known) if known else (proved + limit + 1) // 2
+        def proves(rows: Tensor, side: int) -> Tensor:
             windows = self.plan.windows(side)
             if (rule, windows) in self.found:
-                certified = self.found[rule, windows].certified[rows]
-            else:
-                certified = rule.certify(self.evidence[rows], windows, label[rows], self.plan.top_k).certified
-            search(rows[certified], side, limit)
-            search(rows[~certified], proved, side - 1)
+                return self.found[rule, windows].certified[rows]
+            proof: Certificate = rule.certify(self.evidence[rows], windows, label[rows], self.plan.top_k)
+            return proof.certified
 
-        search(torch.arange(len(label), device=label.device), 0, self.plan.largest)
-        found: list[int] = sides.tolist()
+        found: list[int] = settled_sides(label, self.plan.largest, proves, self.plan.squares).tolist()
         return found
 
 

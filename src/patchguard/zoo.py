@@ -36,7 +36,7 @@ CLONE = Path(__file__).parents[2] / "zoo"  # other published files, in a clone o
 FOLDER = "PATCHGUARD_ZOO"  # the environment variable that names one more folder of files
 
 # Trained models with a page of their own in docs/models.
-PUBLISHED = ("cifar10", "cifar10_mask_srf", "cifar10_mask_ds", "cifar10_resnet18")
+PUBLISHED = ("cifar10", "cifar10_mask_srf", "cifar10_mask_ds", "cifar10_resnet18", "imagenette_bn17")
 
 # Side of the images that a network is usually run on.
 SIZES = {
@@ -124,6 +124,11 @@ def _located(name_or_path: str | Path) -> Path:
         raise InputError(
             f"the weights of {name!r} are not here: they lie in the folder zoo of the repository, not in the package. "
             f"Clone it, or put {name}.safetensors into a folder and set {FOLDER} to that folder."
+        )
+    if name == "imagenette_resnet50":
+        raise InputError(
+            f"{name!r} is made from a ResNet-50 of your own: python -m patchguard.training.pretrained "
+            f"resnet50.safetensors zoo/{name}.safetensors (docs/models/{name}.md)."
         )
     raise InputError(f"`{name}` is neither a file nor a known name. {nearest(name, known)}")
 

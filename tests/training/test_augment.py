@@ -1,6 +1,6 @@
 import torch
 
-from patchguard.training.augment import Draws, augmented, recoloured, resized_crop
+from patchguard.training.augment import Draws, augmented, mixed, recoloured, resized_crop
 
 IMAGES = torch.randint(0, 256, (40, 3, 8, 9), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
@@ -83,3 +83,18 @@ def test_parts_of_a_batch_get_what_the_whole_batch_gets() -> None:
     torch.testing.assert_close(torch.cat(found), crops)
     found = [recoloured(crops[part], draws(part=part), 0.4) for part in parts]
     torch.testing.assert_close(torch.cat(found), recoloured(crops, draws(), 0.4))
+
+
+def test_another_image_shines_through_in_pixels_and_label_alike() -> None:
+    pixels, target = IMAGES.float() / 255, torch.arange(len(IMAGES)) % 7
+    found, labels = mixed(pixels, target, draws(), classes=7, most=0.4)
+    other = torch.nn.functional.one_hot(target.flip(0), 7).float()
+    own = torch.nn.functional.one_hot(target, 7).float()
+    apart = target != target.flip(0)
+    share = labels.gather(1, target.flip(0).unsqueeze(1)).squeeze(1)[apart]
+    assert 0 <= share.min() and 0.3 < share.max() <= 0.4
+    weight = share.view(-1, 1)
+    torch.testing.assert_close(labels[apart], (1 - weight) * own[apart] + weight * other[apart])
+    weight = share.view(-1, 1, 1, 1)
+    torch.testing.assert_close(found[apart], (1 - weight) * pixels[apart] + weight * pixels.flip(0)[apart])
+    torch.testing.assert_close(labels.sum(1), torch.ones(len(labels)))

@@ -183,6 +183,14 @@ def test_a_goal_mixes_target_teacher_and_smoothing() -> None:
     assert float(goal(scores, target)) == pytest.approx(expected, abs=1e-6)
 
 
+def test_labels_that_mix_two_classes_take_the_place_of_the_target() -> None:
+    scores = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
+    target, other = torch.tensor([0, 1, 2, 3]), torch.tensor([4, 3, 1, 0])
+    labels = 0.7 * torch.eye(5)[target] + 0.3 * torch.eye(5)[other]
+    found = losses.Goal(labels=labels)(scores, target)
+    torch.testing.assert_close(found, 0.7 * losses.PLAIN(scores, target) + 0.3 * losses.PLAIN(scores, other))
+
+
 def test_means_of_confidences_are_compared_by_their_logarithm() -> None:
     local_logits, target = drawn(10)
     found = losses.mixed({"plain": 1.0}, local_logits, target, losses.boxes_of(MASKS[0]), kind="confidence")

@@ -107,6 +107,27 @@ def recoloured(
     return pixels.clamp(0, 1)
 
 
+def mixed(
+    pixels: Float[Tensor, "batch 3 height width"],
+    target: Int64[Tensor, " batch"],
+    draws: Draws,
+    *,
+    classes: int,
+    most: float,
+) -> tuple[Float[Tensor, "batch 3 height width"], Float[Tensor, "batch classes"]]:
+    """Return images in which another one shines through, and the distribution of their labels.
+
+    Rule.  Drawn per image, evenly from 0 to `most`: the share of the image that stands as far from the end of the batch
+           as this one from its start, in the pixels and in the label.
+    """
+    share = draws.evenly(0.0, most)
+    labels = F.one_hot(target, classes).float()
+    return (
+        torch.lerp(pixels, pixels.flip(0), share.view(-1, 1, 1, 1)),
+        torch.lerp(labels, labels.flip(0), share.unsqueeze(1)),
+    )
+
+
 def _reflected(place: Int64[Tensor, "batch size"], size: int) -> Int64[Tensor, "batch size"]:
     """Return the pixel that a place outside the image mirrors; the border pixel itself is not repeated."""
     turned = place.abs()

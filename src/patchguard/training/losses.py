@@ -36,20 +36,24 @@ class Goal:
     """How scores are compared with the target: by cross-entropy, averaged over the batch.
 
     Rule.  Scores s are logits, or, with `probabilities`, means of confidences or votes, of which the logarithm is
-           taken. They should follow the distribution (1 - trust) 1[k = y] + trust q_k, where q is what a teacher says;
-           without a teacher, the target alone. Of either, a share `smoothing` is spread over all classes.
+           taken. They should follow the distribution (1 - trust) l_k + trust q_k, where l is what the labels say and q
+           what a teacher says; without a teacher, l alone. Of either, a share `smoothing` is spread over all classes.
+           l_k = 1[k = y], unless `labels` gives another distribution: that of an image in which another one shines
+           through.
     """
 
     smoothing: float = 0.0
     teacher: Float[Tensor, "batch classes"] | None = None
     trust: float = 0.5
+    labels: Float[Tensor, "batch classes"] | None = None
     probabilities: bool = False
 
     def __call__(self, scores: Float[Tensor, "batch classes *cells"], target: Targets) -> Scalar:
         """Return the cross-entropy of scores, of each image or of each of its cells."""
         if self.probabilities:
             scores = scores.clamp(min=LEAST).log()
-        wanted = F.one_hot(target, scores.shape[1]).to(scores.dtype)
+        labels = F.one_hot(target, scores.shape[1]) if self.labels is None else self.labels
+        wanted = labels.to(scores.dtype)
         if self.teacher is not None:
             wanted = torch.lerp(wanted, self.teacher.to(scores.dtype), self.trust)
         wanted = wanted.view(*wanted.shape, *(1 for _ in scores.shape[2:])).expand_as(scores)

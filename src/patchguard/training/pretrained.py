@@ -2,12 +2,13 @@
 
 It is the undefended row beside our models of ImageNette, their teacher, and what BagNet-17 starts from:
 
-    guard = imagenette_resnet50("resnet50-imagenet.safetensors")
-    zoo.save(guard, "zoo/imagenette_resnet50.safetensors", half=True)
+    python -m patchguard.training.pretrained resnet50.safetensors zoo/imagenette_resnet50.safetensors
 
 Its accuracy is too good to be compared: the test images of ImageNette are training images of ImageNet.
 """
 
+import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from patchguard import models
+from patchguard import models, zoo
 from patchguard.data.classes import IMAGENETTE
 from patchguard.data.preprocess import Preprocess
 from patchguard.defenses import Undefended
@@ -68,3 +69,20 @@ def _rescale_stem(tensors: dict[str, Tensor]) -> None:
     tensors["conv1.weight"] = tensors["conv1.weight"] / scale.view(-1, 1, 1, 1)
     tensors["bn1.running_mean"] = tensors["bn1.running_mean"] / scale
     tensors["bn1.running_var"] = tensors["bn1.running_var"].new_full(scale.shape, 1 - EPSILON)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Make the file of the Guard from a file of ResNet-50."""
+    parser = argparse.ArgumentParser(prog="python -m patchguard.training.pretrained", description=main.__doc__)
+    parser.add_argument("resnet50", type=Path, help="safetensors with the usual tensor names")
+    parser.add_argument("out", type=Path, help="such as zoo/imagenette_resnet50.safetensors")
+    parser.add_argument("--stride-on", choices=("1x1", "3x3"), default="1x1", help="Keras: 1x1; torchvision: 3x3")
+    given = parser.parse_args(arguments)
+    try:
+        zoo.save(imagenette_resnet50(given.resnet50, stride_on=given.stride_on), given.out, half=True)
+    except InputError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -50,7 +50,8 @@ class Recipe:
     or votes. With `regions` above 0, an ablation learns from so many random regions of each image in place of all.
     `initial` and `teacher` name trained models: weights to start from, and one whose softened answers (logits divided
     by `temperature`) make up the share `trust` of what is to be learned. Crops shift by up to `pad` pixels; `crop`, for
-    photos, is the range of the area that a crop takes; `colour` is how far colours move.
+    photos, is the range of the area that a crop takes; `colour` is how far colours move. `mixing` is the largest share
+    of another image that shines through, and of its label that is to be learned; among processes, of the same one's.
 
     `image_side` is the side that photos are brought to when they are read: the source images, in whose pixels patches
     are counted (CIFAR-10 stays as it is). `input_side` is what the Guard itself then resizes them to. `mask_cells`, if
@@ -99,6 +100,7 @@ class Recipe:
     flip: bool = True
     cutout: int = 0
     colour: float = 0.0
+    mixing: float = 0.0
     held_out: int | float = 5000
     seed: int = 0
 
@@ -117,6 +119,7 @@ class Recipe:
             _number(self, name, least=0)
         for name in ("plain_share", "warm_up", "momentum", "label_smoothing", "ema", "trust", "colour", "rate_factor"):
             _number(self, name, least=0, most=1.0)
+        _number(self, "mixing", least=0, most=0.5)
         if self.momentum >= 1 or self.ema >= 1 or self.warm_up >= 1:
             raise InputError("`momentum`, `ema` and `warm_up` must lie below 1.")
         if not self.temperature > 0:

@@ -88,7 +88,8 @@ def cifar10_resnet18() -> Recipe:
         plain_share=1.0,
         peak_rate=0.2,
         cutout=8,
-        epochs=60,
+        mixing=0.5,
+        epochs=120,
     )
 
 
@@ -155,7 +156,10 @@ def imagenette_bn17() -> Recipe:
         dataset="imagenette",
         model="bagnet17",
         drift=1e-3,
+        # Photos are brought to 224 pixels when they are read for training; the Guard takes any size.
         image_side=224,
+        input_side=224,
+        resize="bilinear",
         patch=Patch(32),
         other_patches=(23, 39),
         weights={"double_masking": 0.7, "plain": 0.3},
@@ -169,7 +173,7 @@ def imagenette_bn17() -> Recipe:
         crop=(0.35, 1.0),
         colour=0.4,
         held_out=0.1,
-        epochs=60,
+        epochs=48,
     )
 
 

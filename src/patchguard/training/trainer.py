@@ -19,7 +19,7 @@ from patchguard.guard import Guard
 from patchguard.models.ablation import Ablation
 from patchguard.runtime import derived_seed
 from patchguard.training import losses
-from patchguard.training.augment import Draws, augmented, recoloured, resized_crop
+from patchguard.training.augment import Draws, augmented, mixed, recoloured, resized_crop
 from patchguard.training.curriculum import Stage, coarse, rate, stage_at, stages
 from patchguard.training.feed import feed_of
 from patchguard.training.initial import start_from, teacher_of
@@ -127,9 +127,15 @@ class Trainer:
         """Take one step; return loss and accuracy of the batch without waiting for the device."""
         recipe = self.recipe
         images = self._augmented(pixels, draws)
+        labels = None
+        if recipe.mixing > 0:
+            classes = self.model.classes
+            images, labels = mixed(images, target, draws, classes=classes, most=recipe.mixing)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
             local_logits = self._local_logits(self.guard.preprocess(images), draws)
-            goal = losses.Goal(smoothing=recipe.label_smoothing, teacher=self._taught(images), trust=recipe.trust)
+            goal = losses.Goal(
+                smoothing=recipe.label_smoothing, teacher=self._taught(images), trust=recipe.trust, labels=labels
+            )
         weights = {"plain": 1.0} if stage.mask_step is None else recipe.weights
         boxes = self.boxes[stage.mask_step]
         loss = losses.mixed(weights, local_logits, target, boxes, kind=recipe.evidence, low=recipe.low, goal=goal)

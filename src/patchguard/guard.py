@@ -30,7 +30,7 @@ from patchguard.evidence import Evidence, EvidenceMap
 from patchguard.field import Field, compose
 from patchguard.models.base import LocalModel
 from patchguard.patch import Patch
-from patchguard.runtime import evaluating, full_precision, placement
+from patchguard.runtime import evaluating, frozen, full_precision, placement
 from patchguard.windows import Windows
 
 Images = Float[Tensor, "batch 3 height width"]
@@ -192,6 +192,21 @@ class Guard(Generic[Proof]):
     def local_logits(self, images: Images) -> Float[Tensor, "batch classes rows columns"]:
         """Return the class scores of every cell, before evidence is made of them."""
         return torch.cat([part.to(images.device) for part in self._local_logits(images)])
+
+    def differentiable_logits(self, images: Images) -> Float[Tensor, "batch classes rows columns"]:
+        """Return `local_logits` with their graph: gradients flow to `images`, none to the parameters.
+
+        For attacks and saliency, in one piece: the caller chooses how many images fit the memory. Autocast of the
+        caller holds for the network, so that gradients may be computed in bfloat16; answers come from `predict`.
+        """
+        device, dtype = placement(self.model)
+        with evaluating(self.model), frozen(self.model):
+            with torch.autocast(device.type, enabled=False):
+                pixels = self.preprocess(images.to(device)).to(dtype)
+            if device.type == "cpu" or torch.is_autocast_enabled(device.type):
+                pixels = pixels.contiguous(memory_format=torch.channels_last)
+            local_logits: Tensor = self.model(pixels)
+        return local_logits.to(images.device)
 
     @torch.no_grad()
     def evidence_of(self, images: Images) -> EvidenceMap:

@@ -138,6 +138,19 @@ def evaluating(module: object) -> Iterator[None]:
 
 
 @contextmanager
+def frozen(module: nn.Module) -> Iterator[None]:
+    """Let no gradient flow to the parameters of what is computed inside."""
+    learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    try:
+        for parameter in learning:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in learning:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
     """Compute float32 as float32: without autocast on `device`, and without TF32 or bfloat16 inside products."""
     _precision.enter()

@@ -1,1 +1,48 @@
-"""Attacks: what tries to refute a certificate."""
+"""Attacks: what tries to refute a certificate.
+
+Names are imported on first use, so that the command line can list `ATTACKS` without waiting for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from patchguard.attacks.base import Attack as Attack
+    from patchguard.attacks.base import Attacked as Attacked
+    from patchguard.attacks.baselines import Noise as Noise
+
+# The names of the command line, and of recipes, with the class that each stands for.
+ATTACKS = {
+    "noise": "Noise",
+}
+
+_HOME = {
+    "Attack": "base",
+    "Attacked": "base",
+    "Noise": "baselines",
+}
+
+__all__ = ["ATTACKS", "build", *_HOME]
+
+
+def build(name: str, **settings: object) -> "Attack":
+    """Return the attack of this name with these settings."""
+    from patchguard.errors import InputError, nearest
+
+    if name not in ATTACKS:
+        raise InputError(f"`attack` must be one of {', '.join(ATTACKS)}; got {name!r}. {nearest(name, list(ATTACKS))}")
+    kind = __getattr__(ATTACKS[name])
+    try:
+        attack: Attack = kind(**settings)  # type: ignore[operator]
+    except TypeError:
+        from dataclasses import fields
+
+        known = ", ".join(field.name for field in fields(kind)) or "none"  # type: ignore[arg-type]
+        raise InputError(f"the attack {name} has the settings {known}; got {', '.join(settings)}.") from None
+    return attack
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'patchguard.attacks' has no attribute {name!r}")
+    return getattr(import_module(f"patchguard.attacks.{_HOME[name]}"), name)

@@ -7,19 +7,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from patchguard.attacks.adaptive import Adaptive as Adaptive
     from patchguard.attacks.base import Attack as Attack
     from patchguard.attacks.base import Attacked as Attacked
     from patchguard.attacks.baselines import Noise as Noise
+    from patchguard.attacks.patch_pgd import PatchPGD as PatchPGD
 
 # The names of the command line, and of recipes, with the class that each stands for.
 ATTACKS = {
+    "patch_pgd": "PatchPGD",
+    "adaptive": "Adaptive",
     "noise": "Noise",
 }
 
 _HOME = {
+    "Adaptive": "adaptive",
     "Attack": "base",
     "Attacked": "base",
     "Noise": "baselines",
+    "PatchPGD": "patch_pgd",
 }
 
 __all__ = ["ATTACKS", "build", *_HOME]

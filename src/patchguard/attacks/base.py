@@ -12,7 +12,7 @@ from torch import Tensor
 from patchguard.attacks.victim import Images, Victim, device_of
 from patchguard.certificate import Prediction
 from patchguard.data.images import check_images
-from patchguard.errors import InputError
+from patchguard.errors import InputError, nearest
 from patchguard.patch import Patch
 from patchguard.runtime import generator
 
@@ -152,6 +152,12 @@ def check_count(name: str, value: object, least: int = 1) -> None:
     """Raise unless a setting is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise InputError(f"`{name}` must be a whole number of at least {least}; got {value!r}.")
+
+
+def check_word(name: str, value: str, known: Sequence[str]) -> None:
+    """Raise unless a setting is one of the known words."""
+    if value not in known:
+        raise InputError(f"`{name}` must be one of {', '.join(known)}; got {value!r}. {nearest(value, list(known))}")
 
 
 def _checked(attack: Attack, original: Images, found: Tensor, places: Tensor, patch: Patch) -> Images:

@@ -1,0 +1,82 @@
+"""`Guide`: what a certificate tells an attacker: the weakest window, the rival there, and the evidence to wish for."""
+
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from patchguard.attacks.climb import reduced
+from patchguard.attacks.feature_attack import attack_region
+from patchguard.attacks.objectives import region_cells
+from patchguard.attacks.victim import Images, Victim
+from patchguard.defenses import RobustMasking
+from patchguard.defenses.base import select
+from patchguard.errors import InputError
+from patchguard.field import Field
+from patchguard.guard import Guard
+from patchguard.patch import Patch
+from patchguard.windows import Windows
+
+
+@final
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Guide:
+    """Where to attack (`boxes` of `windows`, None: anywhere), which class to raise, and the witness.
+
+    The witness holds, for the target and the rival, the evidence that an attacker of the cells themselves would write
+    into the weakest window.
+    """
+
+    field: Field
+    windows: Windows
+    boxes: Int64[Tensor, "batch *count"] | None
+    rival: Int64[Tensor, " batch"]
+    witness: Float[Tensor, "batch 2 rows columns"] | None
+
+
+@torch.no_grad()
+def find_guide(
+    victim: Victim, images: Images, patch: Patch, target: Int64[Tensor, " batch"], *, size: int, half: bool
+) -> Guide | None:
+    """Certify `target` on a quick pass of the network; None where the victim has no certificate for such a patch.
+
+    The certificate is a hint here, so less precision and no drift do not matter.
+    """
+    if not isinstance(victim, Guard):
+        return None
+    guard: Guard[Any] = victim
+    height, width = images.shape[-2:]
+    windows = guard.windows(patch, height, width)
+    boxes, rivals, witnesses = [], [], []
+    for part, label in zip(torch.split(images, size), torch.split(target, size), strict=True):
+        with reduced(images.device, half):
+            local_logits = guard.differentiable_logits(part)
+        evidence = guard.evidence(local_logits.float())
+        try:
+            proof = guard.defense.certify(evidence, windows, label)
+        except InputError:  # the masks do not fit the patch, or the evidence has no bound
+            return None
+        boxes.append(proof.weakest)
+        rivals.append(proof.rival)
+        if proof.weakest is not None:
+            owned = region_cells(proof.weakest, windows)
+            # Bait matters only where masks have a threshold; elsewhere the plain worst contents are the witness.
+            search = isinstance(guard.defense, RobustMasking) and guard.defense.threshold > 0
+            found = attack_region(guard.defense, evidence, owned, label, proof.rival, search=search).evidence.values
+            wished = torch.stack([select(found, label), select(found, proof.rival)], 1)
+            witnesses.append(wished.float() / evidence.scale)
+    located = len(witnesses) == len(boxes)
+    return Guide(
+        field=guard.field(height, width),
+        windows=windows,
+        boxes=torch.cat(boxes) if located else None,
+        rival=torch.cat(rivals),
+        witness=torch.cat(witnesses) if located else None,
+    )
+
+
+def field_of(victim: Victim, images: Images) -> Field | None:
+    """Return which pixels each cell of the victim reads, where it knows."""
+    return victim.field(*images.shape[-2:]) if isinstance(victim, Guard) else None

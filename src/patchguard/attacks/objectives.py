@@ -1,0 +1,258 @@
+"""What a patch should achieve, as pure functions of local logits that gradients can climb: larger is worse for us.
+
+An attack on a defended model must follow the defense, or it climbs what the defense hides. Values here are those of the
+rule (up to fixed point); only gradients are softened, so that hidden cells and saturated evidence still pull a little.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, TypeAlias, final
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from patchguard.defenses import (
+    CellMasking,
+    ClippedSum,
+    Defense,
+    DoubleMasking,
+    MajorityVote,
+    MaskedAgreement,
+    Median,
+    RobustMasking,
+    TrimmedMean,
+    Undefended,
+)
+from patchguard.defenses.base import gather, select
+from patchguard.evidence import Evidence
+from patchguard.windows import Windows
+
+LEAK = 0.1  # share of the gradient that passes where the rule lets none through
+FEW = 8  # classes that a pair of masks is compared against; others are far behind
+
+Maps: TypeAlias = Float[Tensor, "batch classes rows columns"]
+Scores: TypeAlias = Float[Tensor, " batch"]
+
+
+@final
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Case:
+    """The true class, the class to be seen instead (None: any other), and the cells that the patch reaches."""
+
+    target: Int64[Tensor, " batch"]
+    aim: Int64[Tensor, " batch"] | None = None
+    owned: Bool[Tensor, "batch rows columns"] | None = None
+
+    def __getitem__(self, rows: Tensor | slice) -> "Case":
+        """Return some of the images."""
+        aim, owned = (None if each is None else each[rows] for each in (self.aim, self.owned))
+        return Case(target=self.target[rows], aim=aim, owned=owned)
+
+
+# -- undefended --------------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(local_logits: Maps, case: Case) -> Scores:
+    """Equations 2 and 3 of the paper, on the mean of the local logits: away from the target, or towards the aim."""
+    logits = local_logits.float().mean((2, 3))
+    if case.aim is None:
+        return F.cross_entropy(logits, case.target, reduction="none")
+    return -F.cross_entropy(logits, case.aim, reduction="none")
+
+
+def margin(scores: Float[Tensor, "batch classes"], case: Case) -> Scores:
+    """How far the aim leads all others; without an aim, how far the strongest other class leads the target."""
+    if case.aim is not None:
+        return select(scores, case.aim) - scores.scatter(1, case.aim.unsqueeze(1), -torch.inf).amax(1)
+    return scores.scatter(1, case.target.unsqueeze(1), -torch.inf).amax(1) - select(scores, case.target)
+
+
+# -- evidence ----------------------------------------------------------------------------------------------------------
+
+
+def soft_evidence(evidence: Evidence, local_logits: Maps) -> Maps:
+    """Return the values of `evidence` in its own units, unrounded, with gradients that never die out.
+
+    Votes and confidences saturate exponentially in the logits; their gradients are replaced by those of x / (1 + |x|),
+    x being how far the class is above the threshold in log odds. Clipped logits let the share `LEAK` through.
+    """
+    logits = local_logits.float()
+    if evidence.kind == "logits":
+        clipped = logits.clamp(evidence.low, evidence.high) if _clips(evidence) else logits
+        return clipped + LEAK * (logits - clipped - (logits - clipped).detach())
+    if evidence.kind == "tanh":
+        hard, soft = torch.tanh(0.05 * logits - 1), F.softsign(0.05 * logits - 1)
+    elif evidence.kind == "prediction":
+        first = logits.topk(2, dim=1).values
+        ahead = logits - torch.where(logits == first[:, :1], first[:, 1:], first[:, :1])
+        hard, soft = (ahead > 0).float(), 0.5 * F.softsign(ahead)
+    else:
+        odds = _log_odds(logits)
+        threshold = evidence.threshold if evidence.kind == "vote" else 0.5
+        bar = float(np.log(threshold / max(1 - threshold, 1e-6)))
+        hard = (odds >= bar).float() if evidence.kind == "vote" else odds.sigmoid()
+        soft = 0.5 * F.softsign(odds - bar)
+    return hard.detach() + soft - soft.detach()
+
+
+def _clips(evidence: Evidence) -> bool:
+    return evidence.low is not None or evidence.high is not None
+
+
+def _log_odds(logits: Maps) -> Maps:
+    """log p_k / (1 - p_k), without the rounding of 1 - p_k to 0."""
+    log_p = logits.log_softmax(1)
+    rest = torch.log1p(-log_p.exp().clamp(max=1 - 1e-7))
+    # Where one class has nearly everything, what is left over is the sum of all others.
+    first, second = (each.unsqueeze(1) for each in logits.topk(2, dim=1).values.unbind(1))
+    return torch.where(log_p > -1e-3, logits - torch.where(logits == first, second, first), log_p - rest)
+
+
+# -- defended scores ---------------------------------------------------------------------------------------------------
+
+
+def sum_scores(defense: Any, soft: Maps) -> Float[Tensor, "batch classes"]:
+    """S_k = sum_i u_k(i)."""
+    return soft.sum((2, 3))
+
+
+def masked_scores(defense: RobustMasking, soft: Maps) -> Float[Tensor, "batch classes"]:
+    """s_k = S_k - H_k if H_k > T S_k else S_k, with a leak through the mask."""
+    total = soft.sum((2, 3))
+    hidden = box_sums(soft, defense.masks).amax(2)
+    leak = LEAK * (hidden - hidden.detach())
+    return torch.where(hidden > float(defense.threshold) * total, total - hidden + leak, total)
+
+
+def rank_scores(defense: CellMasking | Median | TrimmedMean, soft: Maps) -> Float[Tensor, "batch classes"]:
+    """The sum of the cells whose ranks count, with a leak through the others."""
+    cells = soft.flatten(2)
+    first, last = defense.ranks(cells.shape[2])
+    kept = cells.sort(dim=2).values[..., first - 1 : last].sum(2)
+    total = cells.sum(2)
+    return kept + LEAK * (total - total.detach())
+
+
+SCORES: dict[type, Callable[[Any, Maps], Tensor]] = {
+    Undefended: sum_scores,
+    ClippedSum: sum_scores,
+    MajorityVote: sum_scores,
+    RobustMasking: masked_scores,
+    CellMasking: rank_scores,
+    Median: rank_scores,
+    TrimmedMean: rank_scores,
+}
+
+
+# -- pairs of masks ----------------------------------------------------------------------------------------------------
+
+
+def pair_score(defense: DoubleMasking, soft: Maps, case: Case) -> Scores:
+    r"""How far the aim c leads under one mask m and every second mask: double masking then answers c.
+
+        max over m of  - max over m', k != c of  (S_k - S_c)(outside m and m'),
+        score = that for the m that leaves the target y least, once the patch's own cells are gone, plus the mean
+                over m' of what is still lacking, plus LEAK times the plain lead.
+
+    A second mask may hide the whole patch, so c must lead outside m and the patch as the image is: which m allows it
+    is known beforehand, and whether some m does is what the certificate decides. What is left to the patch is to make
+    c lead for the second masks that do not hide it.
+    """
+    aim = case.aim if case.aim is not None else strongest(soft, case.target)
+    gap = select(soft, case.target) - select(soft, aim)
+    rest = gap.detach() if case.owned is None else gap.detach().masked_fill(case.owned, 0)
+    first = box_sums(rest.unsqueeze(1), defense.masks).squeeze(1).argmax(1)
+    kept = ~_cells(defense.masks, soft.device)[first]
+    return _worst_mask_score(defense.masks, soft, aim, case.target, kept)
+
+
+def agreement_score(defense: MaskedAgreement, soft: Maps, case: Case) -> Scores:
+    """How far the aim leads outside every mask: the label is then the aim and no mask raises an alert."""
+    aim = case.aim if case.aim is not None else strongest(soft, case.target)
+    return _worst_mask_score(defense.masks, soft, aim, case.target, None)
+
+
+def _worst_mask_score(masks: Windows, soft: Maps, aim: Tensor, target: Tensor, kept: Tensor | None) -> Scores:
+    others = _others(soft, aim, target)
+    lead = gather(soft, others) - select(soft, aim).unsqueeze(1)  # of the others over the aim
+    plain = lead.sum((2, 3)).amax(1)
+    seen = lead if kept is None else lead * kept.unsqueeze(1)
+    outside = (seen.sum((2, 3)).unsqueeze(2) - box_sums(seen, masks)).amax(1)  # batch, masks
+    lacking = outside.clamp(min=0).mean(1)
+    return -(outside.amax(1) + lacking + LEAK * (plain - plain.detach()))
+
+
+def strongest(soft: Maps, target: Tensor) -> Int64[Tensor, " batch"]:
+    """Return the class other than the target with the most evidence."""
+    return soft.detach().sum((2, 3)).scatter(1, target.unsqueeze(1), -torch.inf).argmax(1)
+
+
+def _others(soft: Maps, aim: Tensor, target: Tensor) -> Int64[Tensor, "batch some"]:
+    """The target and the strongest further classes, without the aim."""
+    total = soft.detach().sum((2, 3))
+    total = total.scatter(1, target.unsqueeze(1), torch.inf).scatter(1, aim.unsqueeze(1), -torch.inf)
+    return total.topk(min(FEW, total.shape[1] - 1), dim=1).indices
+
+
+# -- the objective of a defense, and of a witness ----------------------------------------------------------------------
+
+
+def defended_score(defense: Defense[Any], evidence: Evidence, local_logits: Maps, case: Case) -> Scores:
+    """Return how close the defended answer is to the aim, or to any class but the target."""
+    soft = soft_evidence(evidence, local_logits)
+    if isinstance(defense, DoubleMasking):
+        return pair_score(defense, soft, case)
+    if isinstance(defense, MaskedAgreement):
+        return agreement_score(defense, soft, case)
+    scores = SCORES.get(type(defense), sum_scores)(defense, soft)
+    return margin(scores, case)
+
+
+def witness_score(
+    evidence: Evidence,
+    local_logits: Maps,
+    case: Case,
+    witness: Float[Tensor, "batch 2 rows columns"],
+) -> Scores:
+    """Minus the distance, in the patch's cells, of the target's and the aim's evidence from what a witness holds."""
+    if case.aim is None or case.owned is None:
+        raise ValueError("a witness needs an aim and the cells it was written into")
+    soft = soft_evidence(evidence, local_logits)
+    held = torch.stack([select(soft, case.target), select(soft, case.aim)], 1)
+    return -((held - witness).abs() * case.owned.unsqueeze(1)).sum((1, 2, 3))
+
+
+# -- sums over boxes, with gradients -----------------------------------------------------------------------------------
+
+
+def box_sums(maps: Maps, windows: Windows) -> Float[Tensor, "batch classes regions"]:
+    """Return the sum of each map over each region."""
+    if windows.count == 1 and windows.pairs is None:
+        rows, columns = _indicators(windows, maps.device)
+        return (rows @ maps @ columns).flatten(2)
+    return maps.flatten(2) @ _cells(windows, maps.device).flatten(1).to(maps.dtype).T
+
+
+@lru_cache(maxsize=16)
+def _indicators(windows: Windows, device: torch.device) -> tuple[Tensor, Tensor]:
+    found = []
+    for intervals, size in zip((windows.rows, windows.columns), windows.grid, strict=True):
+        starts, stops = np.array(intervals).T
+        inside = (np.arange(size)[None] - starts[:, None]) % size < (stops - starts)[:, None]
+        found.append(torch.from_numpy(inside).to(device).float())
+    return found[0], found[1].T.contiguous()
+
+
+@lru_cache(maxsize=16)
+def _cells(windows: Windows, device: torch.device) -> Bool[Tensor, "regions rows columns"]:
+    return torch.from_numpy(windows.cells).view(-1, *windows.grid).to(device)
+
+
+def region_cells(boxes: Int64[Tensor, "batch *count"], windows: Windows) -> Bool[Tensor, "batch rows columns"]:
+    """Return which cells the named boxes of each image own together."""
+    owned = _cells(replace(windows, count=1), boxes.device)[boxes.reshape(len(boxes), -1)]
+    return owned.any(1)

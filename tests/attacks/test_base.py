@@ -1,19 +1,199 @@
 """The base class: the budget is exact, and randomness belongs to the image, not to its batch."""
 
-import torch
-from tiny import bagnet_guard, pictures
+from dataclasses import dataclass
+from functools import cache
 
-from patchguard.attacks import Noise
-from patchguard.attacks.base import covered
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from painted import SIDE, guard, paintings
+from tiny import pictures
+
+from patchguard.attacks import ATTACKS, Adaptive, Attack, Called, Colours, Copy, Noise, PatchPGD, build
+from patchguard.attacks.base import covered, eight_bits
+from patchguard.errors import InputError
+from patchguard.guard import Guard
 from patchguard.patch import Patch
 
+ATTACKERS = [
+    Noise(tries=2),
+    Colours(tries=2),
+    Copy(tries=2),
+    PatchPGD(steps=2, locations=2, restarts=2),
+    PatchPGD(steps=2, locations=2, search="gradient", objective="margin"),
+    PatchPGD(steps=2, locations=2, search="certificate"),
+    Adaptive(steps=4, locations=2),
+]
 
-def test_noise_runs() -> None:
-    guard = bagnet_guard()
-    images = pictures(6, 12)
-    target = guard.predict(images).label
-    attacked = Noise(tries=3)(guard, images, target, Patch(2, 3, count=2))
-    inside = covered(attacked.places, Patch(2, 3, count=2), 12, 12)
+
+@cache
+def wrong_images(name: str) -> tuple[Guard, torch.Tensor, torch.Tensor]:
+    """Images behind a resize, the first of them with a target that the guard does not see."""
+    victim = guard(name, Patch(3), resized=17)
+    images = pictures(3, SIDE)
+    target = victim.predict(images).label
+    target[0] = (target[0] + 1) % 3
+    return victim, images, target
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(["undefended", "robust", "double"]),
+    attack=st.sampled_from(ATTACKERS),
+    height=st.integers(1, 5),
+    width=st.integers(1, 5),
+    count=st.integers(1, 2),
+    aim=st.sampled_from([None, 1]),
+)
+def test_only_the_pixels_of_the_patch_change(name, attack, height, width, count, aim) -> None:
+    victim, images, target = wrong_images(name)
+    patch = Patch(height, width, count)
+    attacked = attack(victim, images, target, patch, aim=aim)
+    inside = covered(attacked.places, patch, SIDE, SIDE)
     assert ((attacked.images == images) | inside).all()
-    assert torch.equal(attacked.label, guard.predict(attacked.images).label)
-    assert torch.equal(attacked.broken, attacked.label != target)
+    changed = attacked.images[(attacked.images != images)]
+    assert torch.equal(changed, eight_bits(changed))
+    assert int(inside.sum()) <= 3 * count * patch.area
+    assert torch.equal(attacked.label, victim.predict(attacked.images).label)
+    wanted = attacked.label != target if aim is None else (attacked.label == aim)
+    assert torch.equal(attacked.broken, wanted if aim is None else wanted & (attacked.broken | (target != aim)))
+    if aim is None:  # what is wrong as it is, is not touched
+        assert attacked.broken[0]
+        assert torch.equal(attacked.images[0], images[0])
+
+
+@pytest.mark.parametrize("attack", ATTACKERS, ids=lambda each: type(each).__name__)
+def test_an_answer_does_not_depend_on_the_batch(attack) -> None:
+    victim = guard("robust")
+    images, _ = paintings(6)
+    target = victim.predict(images).label
+    together = attack(victim, images, target, Patch(3), seed=4, numbers=range(10, 16))
+    order = torch.tensor([5, 2, 0])
+    apart = attack(victim, images[order], target[order], Patch(3), seed=4, numbers=(10 + order).tolist())
+    assert torch.equal(together.places[order], apart.places)
+    assert torch.equal(together.images[order], apart.images)
+    assert torch.equal(together.broken[order], apart.broken)
+
+
+def test_another_seed_draws_other_places() -> None:
+    victim = guard("undefended")
+    images, _ = paintings(8)
+    target = victim.predict(images).label
+    first, second = (Noise(tries=1)(victim, images, target, Patch(2), seed=seed) for seed in (0, 1))
+    assert not torch.equal(first.places, second.places)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cheat(Attack):
+    what: str
+
+    def run(self, victim, images, target, patch, aim, draws):
+        places = torch.zeros(len(images), patch.count, 2, dtype=torch.int64)
+        found = images.clone()
+        if self.what == "outside":
+            found[:, 0, -1, -1] = 1 - found[:, 0, -1, -1]
+        elif self.what == "range":
+            found[:, 0, 0, 0] = 1.5
+        elif self.what == "NaN":
+            found[:, 0, 0, 0] = torch.nan
+        elif self.what == "place":
+            places += SIDE
+        elif self.what == "shape":
+            found = found[:, :, :4]
+        return found, places
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("outside", "change no pixel outside the patch; it changed 4"),
+        ("range", r"keep pixels in \[0, 1\]"),
+        ("NaN", r"keep pixels in \[0, 1\]"),
+        ("place", "place every rectangle inside"),
+        ("shape", "must return images"),
+    ],
+)
+def test_an_attack_that_leaves_its_budget_is_refused(what, match) -> None:
+    victim = guard("undefended")
+    images, _ = paintings(4)
+    with pytest.raises(RuntimeError, match=match):
+        Cheat(what=what)(victim, images, victim.predict(images).label, Patch(2))
+
+
+def test_input_is_checked_before_any_work() -> None:
+    victim = guard("undefended")
+    images, target = paintings(4)
+    with pytest.raises(InputError, match="must fit the image"):
+        Noise()(victim, images, target, Patch(SIDE + 1))
+    with pytest.raises(InputError, match=r"must lie in \[0, 1\]"):
+        Noise()(victim, 255 * images, target, Patch(2))
+    with pytest.raises(InputError, match="between 0 and 2; got 7 to 7"):
+        Noise()(victim, images, target, Patch(2), aim=7)
+    with pytest.raises(InputError, match="one class number per image"):
+        Noise()(victim, images, target, Patch(2), aim=True)
+    with pytest.raises(InputError, match="`numbers`"):
+        Noise()(victim, images, target, Patch(2), numbers=[1])
+
+
+def test_a_targeted_attack_leaves_images_of_that_class_alone() -> None:
+    victim = guard("undefended")
+    images, _ = paintings(12)
+    target = victim.predict(images).label
+    attacked = Colours()(victim, images, target, Patch(6), aim=1)
+    assert not attacked.broken[target == 1].any()
+    assert torch.equal(attacked.images[target == 1], images[target == 1])
+    assert torch.equal(attacked.broken, (attacked.label == 1) & (target != 1))
+
+
+def test_an_alert_means_that_the_attack_did_not_go_through() -> None:
+    victim = guard("agreement")
+    images, _ = paintings(30)
+    target = victim.predict(images).label
+    attacked = Colours(tries=8)(victim, images, target, Patch(3))
+    answer = victim.predict(attacked.images)
+    assert torch.equal(attacked.broken, (answer.label != target) & ~answer.alert)
+
+
+def test_gradients_reach_the_source_pixels_through_the_resize_and_leave_parameters_alone() -> None:
+    for victim in (guard("undefended", resized=17), guard("undefended")):
+        images = pictures(2, SIDE).requires_grad_(True)
+        local_logits = victim.differentiable_logits(images)
+        assert torch.allclose(local_logits, victim.local_logits(images), atol=1e-4)
+        local_logits.square().sum().backward()
+        assert (images.grad != 0).float().mean() > 0.9
+        assert all(parameter.grad is None and parameter.requires_grad for parameter in victim.model.parameters())
+
+
+def test_attacks_are_built_by_name() -> None:
+    assert build("patch_pgd", steps=7) == PatchPGD(steps=7)
+    assert list(ATTACKS) == ["patch_pgd", "adaptive", "universal_patch", "noise", "colours", "copy"]
+    with pytest.raises(InputError, match="Did you mean 'adaptive'"):
+        build("adaptve")
+    with pytest.raises(InputError, match="has the settings tries; got speed"):
+        build("noise", speed=3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"steps": 0}, "`steps`"),
+        ({"step": 0.0}, "`step`"),
+        ({"momentum": 1.0}, "`momentum`"),
+        ({"locations": 0}, "`locations`"),
+        ({"search": "everywhere"}, "`search` must be one of random, gradient, certificate"),
+        ({"objective": "loss"}, "`objective`"),
+    ],
+)
+def test_settings_are_checked(settings, match) -> None:
+    with pytest.raises(InputError, match=match):
+        PatchPGD(**settings)
+
+
+def test_the_whole_batch_may_be_wrong_already() -> None:
+    victim = guard("undefended")
+    images, _ = paintings(3)
+    wrong = (victim.predict(images).label + 1) % 3
+    attacked = Called(function=lambda images, target: 1 / 0)(victim, images, wrong, Patch(3))
+    assert attacked.broken.all()
+    assert torch.equal(attacked.images, images)

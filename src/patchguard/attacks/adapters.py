@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -41,15 +41,6 @@ class Called(Attack):
         return admitted(images, found, patch)
 
 
-@runtime_checkable
-class Generates(Protocol):
-    """The part of an evasion attack of the adversarial-robustness-toolbox that is used here."""
-
-    def generate(self, x: Any, y: Any = None, **kwargs: Any) -> Any:
-        """Return adversarial examples for images x (numpy, channels first) and class numbers y."""
-        ...
-
-
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Toolbox(Attack):
@@ -61,12 +52,12 @@ class Toolbox(Attack):
     `locations` random places. Make the toolbox's attack with a large `eps`: inside a patch every change is allowed.
     """
 
-    attack: Generates
+    attack: Any
     locations: int = 1
 
     def __post_init__(self) -> None:
         check_count("locations", self.locations)
-        if not isinstance(self.attack, Generates):
+        if not callable(getattr(self.attack, "generate", None)):
             raise InputError(f"`attack` must have a method `generate`; got {type(self.attack).__name__}.")
 
     def run(

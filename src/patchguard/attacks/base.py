@@ -100,6 +100,7 @@ class Attack(ABC):
         places = torch.zeros(len(original), patch.count, 2, dtype=torch.int64, device=device)
         label, broken = answer.label.to(device).clone(), is_broken(answer, goal, aims)
         alone = torch.zeros_like(broken) if aims is None else aims == goal
+        broken &= ~alone
         rows = (~broken & ~alone).nonzero().squeeze(1)
         if len(rows):
             some = None if aims is None else aims[rows]

@@ -105,7 +105,7 @@ def climb(
     rows = torch.arange(len(images), device=images.device)  # those still climbing; what follows are their states
     shown, state, velocity = result, result, torch.zeros_like(result)
     for step in range(pace.steps):
-        gradient, candidate = _passes(victim, shown, attempt, aim, rows, step, size, pace.half)
+        gradient, candidate = _passes(victim, shown, attempt.case, attempt.objective, aim, rows, step, size, pace.half)
         stays = _show(victim, candidate, shown, attempt, aim, rows, result, broken)
         if stays is not None:
             rows, state, velocity, gradient = rows[stays], state[stays], velocity[stays], gradient[stays]
@@ -124,32 +124,40 @@ def climb(
 
 
 def _passes(
-    victim: Victim, shown: Images, attempt: Try, aim: Tensor | None, rows: Tensor, step: int, size: int, half: bool
+    victim: Victim,
+    shown: Tensor,
+    case: Case,
+    objective: Objective,
+    aim: Tensor | None,
+    rows: Tensor,
+    step: int,
+    size: int,
+    half: bool,
 ) -> tuple[Tensor, Bool[Tensor, " some"]]:
     """The gradient, and whether the image looks broken in the same pass, in parts that fit the memory."""
     gradients, candidates = [], []
     for first in range(0, len(rows), size):
         here = rows[first : first + size]
-        case = attempt.case[here]
+        some = case[here]
         pixels = shown[first : first + size].detach().requires_grad_(True)
         with torch.enable_grad(), reduced(pixels.device, half):
             local_logits = victim.differentiable_logits(pixels)
         with torch.enable_grad():
-            score = attempt.objective(local_logits, case, here, step)
+            score = objective(local_logits, some, here, step)
         gradients.append(torch.autograd.grad(score.sum(), pixels)[0])
         answer = quick_answer(victim, local_logits.detach())
-        candidates.append(is_broken(answer, case.target, None if aim is None else aim[here]))
+        candidates.append(is_broken(answer, some.target, None if aim is None else aim[here]))
     return torch.cat(gradients), torch.cat(candidates)
 
 
 def _show(
     victim: Victim,
     candidate: Tensor,
-    shown: Images,
+    shown: Tensor,
     attempt: Try,
     aim: Tensor | None,
     rows: Tensor,
-    result: Images,
+    result: Tensor,
     broken: Tensor,
 ) -> Bool[Tensor, " some"] | None:
     """Show the victim the candidates and note those it gets wrong; return which stay, or None where all do."""
@@ -177,9 +185,8 @@ def gradient_weights(
     victim: Victim, images: Images, case: Case, objective: Objective, size: int, half: bool
 ) -> Float[Tensor, "batch height width"]:
     """Return how much the objective feels each pixel: the absolute gradient at the image as it is, over channels."""
-    attempt = Try(places=torch.zeros(0, 1, 2, dtype=torch.int64), start=images, case=case, objective=objective)
     rows = torch.arange(len(images), device=images.device)
-    gradient, _ = _passes(victim, images, attempt, None, rows, 0, size, half)
+    gradient, _ = _passes(victim, images, case, objective, None, rows, 0, size, half)
     return gradient.abs().sum(1)
 
 

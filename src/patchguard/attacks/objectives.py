@@ -27,7 +27,7 @@ from patchguard.defenses import (
     TrimmedMean,
     Undefended,
 )
-from patchguard.defenses.base import gather, select
+from patchguard.defenses.base import gather
 from patchguard.evidence import Evidence
 from patchguard.windows import Windows
 
@@ -67,8 +67,13 @@ def cross_entropy(local_logits: Maps, case: Case) -> Scores:
 def margin(scores: Float[Tensor, "batch classes"], case: Case) -> Scores:
     """How far the aim leads all others; without an aim, how far the strongest other class leads the target."""
     if case.aim is not None:
-        return select(scores, case.aim) - scores.scatter(1, case.aim.unsqueeze(1), -torch.inf).amax(1)
-    return scores.scatter(1, case.target.unsqueeze(1), -torch.inf).amax(1) - select(scores, case.target)
+        return of_class(scores, case.aim) - scores.scatter(1, case.aim.unsqueeze(1), -torch.inf).amax(1)
+    return scores.scatter(1, case.target.unsqueeze(1), -torch.inf).amax(1) - of_class(scores, case.target)
+
+
+def of_class(values: Float[Tensor, "batch classes *rest"], chosen: Int64[Tensor, " batch"]) -> Tensor:
+    """Return the entry of one class for each image."""
+    return values[torch.arange(len(chosen), device=chosen.device), chosen]
 
 
 # -- evidence ----------------------------------------------------------------------------------------------------------
@@ -89,7 +94,8 @@ def soft_evidence(evidence: Evidence, local_logits: Maps) -> Maps:
     elif evidence.kind == "prediction":
         first = logits.topk(2, dim=1).values
         ahead = logits - torch.where(logits == first[:, :1], first[:, 1:], first[:, :1])
-        hard, soft = (ahead > 0).float(), 0.5 * F.softsign(ahead)
+        winner = F.one_hot(logits.argmax(1), logits.shape[1]).movedim(-1, 1)
+        hard, soft = winner.float(), 0.5 * F.softsign(ahead)
     else:
         odds = _log_odds(logits)
         threshold = evidence.threshold if evidence.kind == "vote" else 0.5
@@ -163,7 +169,7 @@ def pair_score(defense: DoubleMasking, soft: Maps, case: Case) -> Scores:
     c lead for the second masks that do not hide it.
     """
     aim = case.aim if case.aim is not None else strongest(soft, case.target)
-    gap = select(soft, case.target) - select(soft, aim)
+    gap = of_class(soft, case.target) - of_class(soft, aim)
     rest = gap.detach() if case.owned is None else gap.detach().masked_fill(case.owned, 0)
     first = box_sums(rest.unsqueeze(1), defense.masks).squeeze(1).argmax(1)
     kept = ~_cells(defense.masks, soft.device)[first]
@@ -178,7 +184,7 @@ def agreement_score(defense: MaskedAgreement, soft: Maps, case: Case) -> Scores:
 
 def _worst_mask_score(masks: Windows, soft: Maps, aim: Tensor, target: Tensor, kept: Tensor | None) -> Scores:
     others = _others(soft, aim, target)
-    lead = gather(soft, others) - select(soft, aim).unsqueeze(1)  # of the others over the aim
+    lead = gather(soft, others) - of_class(soft, aim).unsqueeze(1)  # of the others over the aim
     plain = lead.sum((2, 3)).amax(1)
     seen = lead if kept is None else lead * kept.unsqueeze(1)
     outside = (seen.sum((2, 3)).unsqueeze(2) - box_sums(seen, masks)).amax(1)  # batch, masks
@@ -222,7 +228,7 @@ def witness_score(
     if case.aim is None or case.owned is None:
         raise ValueError("a witness needs an aim and the cells it was written into")
     soft = soft_evidence(evidence, local_logits)
-    held = torch.stack([select(soft, case.target), select(soft, case.aim)], 1)
+    held = torch.stack([of_class(soft, case.target), of_class(soft, case.aim)], 1)
     return -((held - witness).abs() * case.owned.unsqueeze(1)).sum((1, 2, 3))
 
 

@@ -1,0 +1,117 @@
+"""PatchPGD and Adaptive on a crafted network: they break what can be broken, and never what is certified."""
+
+import pytest
+import torch
+from painted import GUARDS, guard, paintings
+
+from patchguard.attacks import Adaptive, Noise, PatchPGD
+from patchguard.certificate import Prediction
+from patchguard.patch import Patch
+
+PATCH = Patch(3)
+
+
+def right_images(name: str, count: int = 60):
+    victim = guard(name, PATCH)
+    images, _ = paintings(count)
+    return victim, images, victim.predict(images).label
+
+
+def test_pgd_breaks_an_undefended_network_and_noise_does_less() -> None:
+    victim, images, target = right_images("undefended")
+    patch = Patch(6)
+    climbed = PatchPGD(steps=20, locations=2)(victim, images, target, patch)
+    guessed = Noise(tries=2)(victim, images, target, patch)
+    assert climbed.broken.float().mean() > 0.9
+    assert guessed.broken.float().mean() < 0.5
+
+
+def test_pgd_reaches_the_class_it_aims_at() -> None:
+    victim, images, target = right_images("undefended")
+    attacked = PatchPGD(steps=20, locations=3)(victim, images, target, Patch(7), aim=2)
+    assert attacked.broken[target != 2].float().mean() > 0.8
+    assert (attacked.label[attacked.broken] == 2).all()
+    assert (attacked.label[target == 2] == 2).all()
+
+
+def test_more_places_break_more_and_a_search_breaks_more_than_chance() -> None:
+    victim, images, target = right_images("robust")
+    patch = Patch(3, 3)
+    one, several = (
+        int(PatchPGD(steps=12, locations=count)(victim, images, target, patch).broken.sum()) for count in (1, 6)
+    )
+    searched = PatchPGD(steps=12, locations=1, search="certificate")(victim, images, target, patch)
+    assert several >= one
+    assert int(searched.broken.sum()) >= one
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_no_attack_flips_what_is_certified(name) -> None:
+    victim, images, target = right_images(name, 24)
+    proof = victim.certify(images, PATCH, target)
+    for attack in (Adaptive(steps=12, locations=2), PatchPGD(steps=8, locations=2)):
+        broken = attack(victim, images, target, PATCH).broken
+        assert not (broken & (proof.margin > 0)).any()
+
+
+@pytest.mark.parametrize("name", ["robust", "double", "clipped", "vote", "median", "cells"])
+def test_an_adaptive_attack_breaks_more_of_what_is_not_certified_than_a_plain_one(name) -> None:
+    victim, images, target = right_images(name, 80)
+    proof = victim.certify(images, PATCH, target)
+    open_ones = ~proof.certified
+    adaptive = Adaptive(steps=20, locations=1)(victim, images, target, PATCH).broken
+    plain = PatchPGD(steps=20, locations=1)(victim, images, target, PATCH).broken
+    assert not (adaptive & proof.certified).any()
+    assert open_ones.any()
+    assert proof.certified.any()
+    assert int(adaptive.sum()) > int(plain.sum())
+
+
+def test_an_adaptive_attack_can_be_targeted() -> None:
+    victim, images, target = right_images("robust")
+    attacked = Adaptive(steps=20, locations=2)(victim, images, target, PATCH, aim=0)
+    assert attacked.broken.any()
+    assert (attacked.label[attacked.broken] == 0).all()
+
+
+def test_several_patches_do_more_than_one() -> None:
+    victim, images, target = right_images("clipped")
+    one, two = (
+        int(Adaptive(steps=12, locations=1)(victim, images, target, Patch(3, count=count)).broken.sum())
+        for count in (1, 2)
+    )
+    assert two > one
+
+
+class Wrapper:
+    """A victim that is no Guard: it knows neither evidence nor certificates."""
+
+    def __init__(self, inner) -> None:
+        self.inner = inner
+
+    def predict(self, images) -> Prediction:
+        return self.inner.predict(images)
+
+    def differentiable_logits(self, images) -> torch.Tensor:
+        return self.inner.differentiable_logits(images)
+
+
+def test_any_victim_with_labels_and_gradients_can_be_attacked() -> None:
+    victim, images, target = right_images("undefended", 20)
+    for attack in (PatchPGD(steps=15, locations=1, search="certificate"), Adaptive(steps=15)):
+        assert attack(Wrapper(victim), images, target, Patch(6)).broken.float().mean() > 0.5
+
+
+def test_a_step_that_breaks_an_image_ends_its_attack() -> None:
+    victim, images, target = right_images("undefended", 20)
+    seen = []
+
+    class Counting(Wrapper):
+        def differentiable_logits(self, images) -> torch.Tensor:
+            seen.append(len(images))
+            return super().differentiable_logits(images)
+
+    PatchPGD(steps=20, locations=1)(Counting(victim), images, target, Patch(7))
+    assert seen[0] == 20
+    assert seen[-1] < 20
+    assert sum(seen) < 20 * 15

@@ -1,0 +1,121 @@
+"""Objectives follow their defense: what they call better, pushed to the extreme, changes the defended label."""
+
+import pytest
+import torch
+from painted import GUARDS, SIDE, guard, paintings
+
+from patchguard.attacks.climb import quick_answer
+from patchguard.attacks.objectives import (
+    SCORES,
+    Case,
+    box_sums,
+    cross_entropy,
+    defended_score,
+    margin,
+    soft_evidence,
+    witness_score,
+)
+from patchguard.defenses import DoubleMasking, MaskedAgreement
+from patchguard.evidence import Evidence
+from patchguard.overlap import sums
+from patchguard.windows import Windows
+
+WINDOWS = [
+    Windows.sliding(grid=(6, 7), size=(2, 3)),
+    Windows.sliding(grid=(6, 7), size=(2, 3), wrap=(False, True)),
+    Windows.sliding(grid=(6, 7), size=(2, 2), count=2),
+    Windows.from_boxes([(0, 2, 1, 4), (3, 6, 0, 2)], grid=(6, 7)),
+]
+
+
+@pytest.mark.parametrize("windows", WINDOWS, ids=["boxes", "circle", "unions", "listed"])
+def test_sums_over_boxes_are_those_of_the_certificates(windows) -> None:
+    maps = torch.randint(-50, 50, (3, 2, 6, 7), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(box_sums(maps.float(), windows).long(), sums(maps, windows))
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_soft_evidence_has_the_values_of_the_rule_and_gradients_everywhere(name) -> None:
+    evidence = guard(name).evidence
+    logits = (12 * torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1))).requires_grad_(True)
+    soft = soft_evidence(evidence, logits)
+    exact = evidence(logits.detach())
+    assert torch.allclose(soft, exact.values.float() / exact.scale, atol=1e-3)
+    weights = torch.rand(soft.shape, generator=torch.Generator().manual_seed(2))
+    (soft * weights).sum().backward()
+    assert (logits.grad != 0).all()
+
+
+@pytest.mark.parametrize("name", [name for name in GUARDS if name not in ("double", "agreement")])
+def test_the_score_is_the_lead_in_the_defended_scores(name) -> None:
+    victim = guard(name)
+    images, target = paintings(20)
+    answer = victim.predict(images)
+    soft = soft_evidence(victim.evidence, victim.local_logits(images))
+    scores = SCORES[type(victim.defense)](victim.defense, soft)
+    # Votes are whole: a cell whose best two classes tie after rounding may count for the other one.
+    votes = victim.evidence.kind in ("vote", "prediction")
+    assert torch.allclose(scores, answer.scores.float(), atol=3 if votes else 1e-2)
+    lead = margin(scores, Case(target=target))
+    clear = lead.abs() > (6 if votes else 0.05)
+    assert torch.equal((lead > 0)[clear], (answer.label != target)[clear])
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_climbing_the_score_in_the_logits_flips_the_label(name) -> None:
+    victim = guard(name)
+    images, _ = paintings(16)
+    target = victim.predict(images).label
+    aim = (target + 1) % 3
+    case = Case(target=target, aim=aim, owned=torch.ones(16, SIDE - 2, SIDE - 2, dtype=torch.bool))
+    logits = victim.local_logits(images)
+    first = None
+    for _ in range(150):
+        logits = logits.detach().requires_grad_(True)
+        score = defended_score(victim.defense, victim.evidence, logits, case)
+        first = score.detach() if first is None else first
+        gradient = torch.autograd.grad(score.sum(), logits)[0]
+        logits = logits + 0.3 * gradient.sign()
+    last = defended_score(victim.defense, victim.evidence, logits.detach(), case)
+    assert (last > first).all()
+    answer = quick_answer(victim, logits.detach())
+    assert torch.equal(answer.label, aim)
+    assert answer.alert is None or not answer.alert.any()
+
+
+@pytest.mark.parametrize("name", ["double", "agreement"])
+def test_a_positive_pair_score_is_a_flipped_label(name) -> None:
+    generator = torch.Generator().manual_seed(5)
+    masks = Windows.sliding(grid=(6, 6), size=(2, 2))
+    defense = DoubleMasking(masks=masks) if name == "double" else MaskedAgreement(masks=masks)
+    evidence = Evidence(low=None)
+    maps = torch.randn(400, 3, 6, 6, generator=generator)
+    maps[:, 1] += 0.5
+    maps[:, 2] += 0.4
+    target, aim = torch.full((400,), 1), torch.full((400,), 2)
+    score = defended_score(defense, evidence, maps, Case(target=target, aim=aim))
+    answer = defense.predict(evidence(maps))
+    assert (answer.label[score > 0.01] == 2).all()
+    assert (score > 0.01).any()
+    assert (score < 0).any()
+
+
+def test_cross_entropy_goes_away_from_the_target_or_towards_the_aim() -> None:
+    logits = torch.zeros(1, 3, 2, 2, requires_grad=True)
+    away = torch.autograd.grad(cross_entropy(logits, Case(target=torch.tensor([0]))).sum(), logits)[0]
+    assert (away[:, 0] < 0).all()
+    assert (away[:, 1:] > 0).all()
+    case = Case(target=torch.tensor([0]), aim=torch.tensor([2]))
+    towards = torch.autograd.grad(cross_entropy(logits, case).sum(), logits)[0]
+    assert (towards[:, 2] > 0).all()
+    assert (towards[:, :2] < 0).all()
+
+
+def test_the_witness_pulls_only_where_the_patch_is() -> None:
+    logits = torch.zeros(1, 3, 2, 2, requires_grad=True)
+    owned = torch.tensor([[[True, False], [False, False]]])
+    case = Case(target=torch.tensor([0]), aim=torch.tensor([2]), owned=owned)
+    wished = torch.stack([torch.full((2, 2), -9.0), torch.full((2, 2), 9.0)])[None]
+    gradient = torch.autograd.grad(witness_score(Evidence(low=None), logits, case, wished).sum(), logits)[0]
+    assert gradient[0, :, 0, 0].tolist() == [-1, 0, 1]
+    assert gradient.abs().sum() == 2

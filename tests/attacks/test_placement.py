@@ -1,0 +1,56 @@
+"""Places: inside the image, where they were wanted, and touching the cells they are said to touch."""
+
+import torch
+from painted import SIDE, guard
+from tiny import bagnet_guard
+
+from patchguard.attacks.base import Draws, covered
+from patchguard.attacks.placement import heaviest_places, owned_cells, random_places, weight_inside, window_places
+from patchguard.patch import Patch
+
+
+def test_random_places_reach_every_corner_and_never_leave() -> None:
+    draws = Draws(0, tuple(range(400)), torch.device("cpu"))
+    places = random_places(draws, Patch(5, 7), 6, 10)
+    assert set(places[:, 0, 0].tolist()) == {0, 1}
+    assert set(places[:, 0, 1].tolist()) == {0, 1, 2, 3}
+
+
+def test_what_a_rectangle_holds_is_summed_at_every_position() -> None:
+    weights = torch.rand(2, 6, 5, generator=torch.Generator().manual_seed(0))
+    held = weight_inside(weights, Patch(2, 3))
+    assert held.shape == (2, 5, 3)
+    assert torch.allclose(held[1, 4, 2], weights[1, 4:6, 2:5].sum())
+
+
+def test_the_heaviest_places_come_first_and_several_rectangles_lie_apart() -> None:
+    weights = torch.zeros(1, 9, 9)
+    weights[0, 2, 2], weights[0, 6, 7] = 3, 2
+    first, second = heaviest_places(weights, Patch(2, count=2), 2, 2)
+    assert first.tolist() == [[[2, 2], [6, 6]]]
+    assert second.tolist()[0][0] == [6, 6]
+    crowded = heaviest_places(torch.ones(1, 2, 2), Patch(2, count=2), 3, 1)  # no room for two: they overlap
+    assert [each.tolist() for each in crowded] == [[[[0, 0], [0, 0]]]]
+
+
+def test_a_place_for_a_window_reaches_all_of_it() -> None:
+    patch = Patch(2)
+    for victim, side in ((guard("robust"), SIDE), (bagnet_guard(12), 12)):
+        windows, field = victim.windows(patch, side, side), victim.field(side, side)
+        boxes = torch.arange(len(windows))
+        weights = torch.rand(len(windows), side, side, generator=torch.Generator().manual_seed(0))
+        places = window_places(boxes, windows, field, patch, lambda weights=weights: weights)
+        wanted = torch.stack([torch.from_numpy(windows.box_cells(box)).view(windows.grid) for box in boxes.tolist()])
+        assert torch.equal(owned_cells(places, field, patch), wanted)
+
+
+def test_several_boxes_get_one_rectangle_each() -> None:
+    victim = guard("robust")
+    patch = Patch(2, count=2)
+    windows, field = victim.windows(patch, SIDE, SIDE), victim.field(SIDE, SIDE)
+    places = window_places(torch.tensor([[0, len(windows) - 1]]), windows, field, patch, lambda: torch.zeros(1, 12, 12))
+    assert places.tolist() == [[[0, 0], [10, 10]]] or places.shape == (1, 2, 2)
+    owned = owned_cells(places, field, patch)
+    assert owned[0, 0, 0]
+    assert owned[0, -1, -1]
+    assert int(covered(places, patch, SIDE, SIDE).sum()) == 8

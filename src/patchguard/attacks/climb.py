@@ -1,7 +1,6 @@
 """The one loop of all gradient attacks: sign-gradient steps on the pixels of a patch, images leaving once broken."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -10,7 +9,9 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchguard.attacks.base import Draws, Found, Places, covered, eight_bits, is_broken
+from patchguard.attacks.closeup import Logits, closeup
 from patchguard.attacks.objectives import Case
+from patchguard.attacks.precision import reduced
 from patchguard.attacks.victim import Images, Victim
 from patchguard.certificate import Prediction
 from patchguard.errors import InputError
@@ -100,12 +101,15 @@ def climb(
     show it what is unbroken after the last step.
     """
     inside = covered(attempt.places, patch, *images.shape[-2:])
+    near = closeup(victim, images, attempt.places, patch, size=size, half=pace.half)
     result = torch.where(inside, eight_bits(attempt.start), images)
     broken = torch.zeros(len(images), dtype=torch.bool, device=images.device)
     rows = torch.arange(len(images), device=images.device)  # those still climbing; what follows are their states
     shown, state, velocity = result, result, torch.zeros_like(result)
     for step in range(pace.steps):
-        gradient, candidate = _passes(victim, shown, attempt.case, attempt.objective, aim, rows, step, size, pace.half)
+        gradient, candidate = _passes(
+            victim, shown, attempt.case, attempt.objective, aim, rows, step, size, pace.half, near
+        )
         stays = _show(victim, candidate, shown, attempt, aim, rows, result, broken)
         if stays is not None:
             rows, state, velocity, gradient = rows[stays], state[stays], velocity[stays], gradient[stays]
@@ -133,6 +137,7 @@ def _passes(
     step: int,
     size: int,
     half: bool,
+    near: Logits | None = None,
 ) -> tuple[Tensor, Bool[Tensor, " some"]]:
     """The gradient, and whether the image looks broken in the same pass, in parts that fit the memory."""
     gradients, candidates = [], []
@@ -141,7 +146,7 @@ def _passes(
         some = case[here]
         pixels = shown[first : first + size].detach().requires_grad_(True)
         with torch.enable_grad(), reduced(pixels.device, half):
-            local_logits = victim.differentiable_logits(pixels)
+            local_logits = victim.differentiable_logits(pixels) if near is None else near(pixels, here)
         with torch.enable_grad():
             score = objective(local_logits, some, here, step)
         gradients.append(torch.autograd.grad(score.sum(), pixels)[0])
@@ -199,11 +204,6 @@ def quick_answer(victim: Victim, local_logits: Float[Tensor, "batch classes rows
         return answer
     scores = local_logits.float().mean((2, 3))
     return Prediction(label=scores.argmax(1), scores=scores.double())
-
-
-def reduced(device: torch.device, half: bool) -> AbstractContextManager[object]:
-    """Return the context of a gradient pass: bfloat16 on a GPU, if wanted."""
-    return torch.autocast("cuda", torch.bfloat16) if half and device.type == "cuda" else nullcontext()
 
 
 def part_size(victim: Victim, images: Images, half: bool) -> int:

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from patchguard.attacks.climb import reduced
 from patchguard.attacks.feature_attack import attack_region
 from patchguard.attacks.objectives import region_cells
+from patchguard.attacks.precision import reduced
 from patchguard.attacks.victim import Images, Victim
 from patchguard.defenses import RobustMasking
 from patchguard.defenses.base import select

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from patchguard.attacks.base import Attack, Draws, Found, Places, check_count, covered, eight_bits
 from patchguard.attacks.baselines import guess
-from patchguard.attacks.climb import part_size, reduced
+from patchguard.attacks.climb import part_size
 from patchguard.attacks.objectives import Case, cross_entropy
+from patchguard.attacks.precision import reduced
 from patchguard.attacks.victim import Images, Victim, device_of
 from patchguard.data.images import check_images
 from patchguard.errors import InputError

@@ -1,0 +1,134 @@
+"""`Closeup`: local logits from the surroundings of a patch alone. All other cells stay what they are."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias, final
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from patchguard.attacks.base import Places
+from patchguard.attacks.placement import owned_cells, touched_from
+from patchguard.attacks.precision import reduced
+from patchguard.attacks.victim import Images, Victim
+from patchguard.errors import InputError
+from patchguard.field import Axis, Field
+from patchguard.guard import Guard
+from patchguard.patch import Patch
+
+WORTH = 0.6  # share of the image's pixels above which a close-up saves too little
+CHECKED = 4  # images on which a close-up is compared with the whole picture
+CLOSE = 1e-2  # by how much they may differ, relative to the largest logit
+
+Logits: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(whole images, their rows in the attempt) -> local logits of whole images, with gradients."""
+
+
+@final
+@dataclass(frozen=True)
+class Frame:
+    """Along one axis: how many pixels to cut out, from where for each position of the patch, and the cells' stride."""
+
+    length: int
+    starts: tuple[int, ...]
+    stride: int
+
+
+@final
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Closeup:
+    """Runs the network on the pixels that the cells under the patch read, and puts the result into the image's logits.
+
+    The network must compute such a cell alike in a cut-out and in the whole image. This holds for convolutions with a
+    bounded field: the cut-out holds all that the cells read, and where it ends before the image does, its padding is
+    read by other cells only. `closeup` checks it on some images all the same.
+    """
+
+    guard: Guard[Any]
+    tops: Int64[Tensor, " batch"]
+    lefts: Int64[Tensor, " batch"]
+    frames: tuple[Frame, Frame]
+    owned: Bool[Tensor, "batch rows columns"]
+    rest: Float[Tensor, "batch classes rows columns"]  # of the images as they are
+
+    def __call__(self, images: Images, rows: Tensor) -> Float[Tensor, "batch classes rows columns"]:
+        """Return the local logits of images that differ from the originals only inside the patch."""
+        top, left, rest = self.tops[rows], self.lefts[rows], self.rest[rows]
+        cut = _along(_along(images, 2, top, self.frames[0].length), 3, left, self.frames[1].length)
+        seen = self.guard.differentiable_logits(cut)
+        spread = _spread(seen, 2, top // self.frames[0].stride, rest.shape[2])
+        spread = _spread(spread, 3, left // self.frames[1].stride, rest.shape[3])
+        return torch.where(self.owned[rows].unsqueeze(1), spread, rest.to(spread.dtype))
+
+
+def closeup(victim: Victim, images: Images, places: Places, patch: Patch, *, size: int, half: bool) -> Logits | None:
+    """Return a close-up of the images for patches at these places; None where it saves little or does not hold."""
+    height, width = images.shape[-2:]
+    if not isinstance(victim, Guard) or patch.count > 1 or len(images) == 0:
+        return None
+    guard: Guard[Any] = victim
+    if guard.preprocess.support(height, width) != Field.identity(height, width):
+        return None
+    field = guard.field(height, width)
+    rows, columns = _frame(field.rows, patch.height), _frame(field.columns, patch.width)
+    if rows is None or columns is None or rows.length * columns.length > WORTH * height * width:
+        return None
+    near = guard.without_preprocess()
+    try:
+        near.model.check_size(rows.length, columns.length)
+    except InputError:
+        return None
+    with torch.no_grad(), reduced(images.device, half):
+        rest = torch.cat([guard.differentiable_logits(part) for part in torch.split(images, size)])
+    found = Closeup(
+        guard=near,
+        tops=torch.tensor(rows.starts, device=images.device)[places[:, 0, 0]],
+        lefts=torch.tensor(columns.starts, device=images.device)[places[:, 0, 1]],
+        frames=(rows, columns),
+        owned=owned_cells(places, field, patch),
+        rest=rest,
+    )
+    with torch.no_grad():
+        some = torch.arange(min(CHECKED, len(images)), device=images.device)
+        whole = guard.differentiable_logits(images[some])
+        apart = (found(images[some], some) - whole).abs() * found.owned[some].unsqueeze(1)
+    return found if bool(apart.max() <= CLOSE * whole.abs().max()) else None
+
+
+@lru_cache(maxsize=64)
+def _frame(axis: Axis, length: int) -> Frame | None:
+    """Frames of one length that hold what the touched cells read, starting at multiples of the stride."""
+    stride = axis.stride
+    if stride is None or axis.wrap or axis.runs_past_the_end:
+        return None
+    starts, stops = np.array(axis.starts), np.array(axis.starts) + np.array(axis.lengths)
+    first, last = [], []
+    for touched in touched_from(axis, length):
+        first.append(int(starts[touched].min()) // stride * stride if touched.any() else 0)
+        last.append(int(stops[touched].max()) if touched.any() else 0)
+    needed = max(stop - start for start, stop in zip(first, last, strict=True))
+    needed += (axis.size - needed) % stride  # so that the last frame, too, starts at a multiple
+    if needed < 1 or needed > axis.size:
+        return None
+    return Frame(needed, tuple(min(start, axis.size - needed) for start in first), stride)
+
+
+def _along(values: Tensor, axis: int, starts: Tensor, length: int) -> Tensor:
+    """Cut `length` entries out along one axis, from another start in each image."""
+    index = starts[:, None] + torch.arange(length, device=values.device)
+    return torch.gather(values, axis, _shaped(index, values, axis))
+
+
+def _spread(values: Tensor, axis: int, starts: Tensor, length: int) -> Tensor:
+    """Lay entries out along one axis of `length` places, from another start in each image; elsewhere is anything."""
+    index = torch.arange(length, device=values.device) - starts[:, None]
+    return torch.gather(values, axis, _shaped(index.clamp(0, values.shape[axis] - 1), values, axis))
+
+
+def _shaped(index: Int64[Tensor, "batch some"], values: Tensor, axis: int) -> Tensor:
+    shape = [len(values), *values.shape[1:]]
+    shape[axis] = index.shape[1]
+    return index.view(len(index), *(-1 if each == axis else 1 for each in range(1, 4))).expand(shape)

@@ -1,0 +1,49 @@
+"""A close-up gives the same logits, and the same gradient inside the patch, as the whole picture."""
+
+from itertools import product
+
+import pytest
+import torch
+from painted import SIDE, guard
+from tiny import bagnet_guard, pictures, srf_guard
+
+from patchguard.attacks.base import covered
+from patchguard.attacks.closeup import closeup
+from patchguard.patch import Patch
+
+VICTIMS = {
+    "no padding": (guard("robust"), SIDE, Patch(2, 3)),
+    "padding": (srf_guard(16), 16, Patch(2)),
+    "stride 8": (bagnet_guard(12).without_preprocess(), 56, Patch(3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", VICTIMS)
+def test_a_closeup_sees_what_the_whole_picture_shows(name) -> None:
+    victim, side, patch = VICTIMS[name]
+    step = max(1, (side - patch.height) // 4)
+    tops, lefts = ([*range(0, side - size, step), side - size] for size in (patch.height, patch.width))
+    places = torch.tensor([[corner] for corner in product(tops, lefts)])
+    images = pictures(len(places), side)
+    near = closeup(victim, images, places, patch, size=8, half=True)
+    assert near is not None
+    inside = covered(places, patch, side, side)
+    changed = torch.where(inside, 1 - images, images)
+    rows = torch.arange(len(places))
+    answers = []
+    for logits in (victim.differentiable_logits, lambda pixels: near(pixels, rows)):
+        pixels = changed.clone().requires_grad_(True)
+        found = logits(pixels)
+        gradient = torch.autograd.grad(found.square().sum(), pixels)[0]
+        answers.append((found.detach(), gradient * inside))
+    scale = answers[0][0].abs().max()
+    assert torch.allclose(answers[0][0], answers[1][0], atol=1e-4 * float(scale))
+    assert torch.allclose(answers[0][1], answers[1][1], rtol=1e-2, atol=1e-3 * float(answers[0][1].abs().max()))
+
+
+def test_there_is_none_where_it_does_not_hold_or_does_not_pay() -> None:
+    images, places = pictures(2, SIDE), torch.zeros(2, 1, 2, dtype=torch.int64)
+    assert closeup(guard("robust", resized=17), images, places, Patch(3), size=8, half=True) is None  # a resize
+    assert closeup(guard("robust"), images, places, Patch(11), size=8, half=True) is None  # nearly all of the image
+    twice = places.expand(-1, 2, -1)
+    assert closeup(guard("robust"), images, twice, Patch(2, count=2), size=8, half=True) is None

@@ -115,3 +115,17 @@ def test_a_step_that_breaks_an_image_ends_its_attack() -> None:
     assert seen[0] == 20
     assert seen[-1] < 20
     assert sum(seen) < 20 * 15
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_rough_gradients_still_break_images_and_never_count_by_themselves(name, monkeypatch) -> None:
+    def rough(device: torch.device, half: bool) -> torch.autocast:  # what a GPU does by itself
+        return torch.autocast("cpu", torch.bfloat16)
+
+    for module in ("climb", "closeup", "guide"):
+        monkeypatch.setattr(f"patchguard.attacks.{module}.reduced", rough)
+    victim, images, target = right_images(name, 24)
+    patch = Patch(3) if hasattr(victim.defense, "masks") else Patch(4)
+    attacked = Adaptive(steps=12, locations=2)(victim, images, target, patch)
+    assert torch.equal(attacked.label, victim.predict(attacked.images).label)
+    assert attacked.broken.any()

@@ -29,12 +29,13 @@ class Adaptive(Attack):
       that an attacker of the evidence itself would write there;
     * then it climbs `objectives.defended_score`, the margin of the defended rule.
 
-    Further `locations` are random, and aim at whatever class is strongest. A victim that is no Guard is attacked by
-    cross-entropy at the places its gradient names. The certificate is only a guide: certified images are attacked, too.
+    Steps begin with length `step` and shrink to one level of a pixel. Further `locations` are random, and aim at
+    whatever class is strongest. A victim that is no Guard is attacked by cross-entropy at the places its gradient
+    names. The certificate is only a guide: certified images are attacked, too.
     """
 
     steps: int = 100
-    step: float = 0.05
+    step: float = 0.1
     momentum: float = 0.9
     locations: int = 2
     restarts: int = 1
@@ -51,7 +52,7 @@ class Adaptive(Attack):
     @property
     def pace(self) -> Pace:
         """How to climb."""
-        return Pace(steps=self.steps, step=self.step, momentum=self.momentum, half=self.half)
+        return Pace(steps=self.steps, step=self.step, momentum=self.momentum, decay=True, half=self.half)
 
     def run(
         self,

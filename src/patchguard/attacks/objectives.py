@@ -161,8 +161,8 @@ def pair_score(defense: DoubleMasking, soft: Maps, case: Case) -> Scores:
     r"""How far the aim c leads under one mask m and every second mask: double masking then answers c.
 
         max over m of  - max over m', k != c of  (S_k - S_c)(outside m and m'),
-        score = that for the m that leaves the target y least, once the patch's own cells are gone, plus the mean
-                over m' of what is still lacking, plus LEAK times the plain lead.
+        score = that for the m that leaves the target y least, once the patch's own cells are gone, less the mean
+                of what is lacking where it is.
 
     A second mask may hide the whole patch, so c must lead outside m and the patch as the image is: which m allows it
     is known beforehand, and whether some m does is what the certificate decides. What is left to the patch is to make
@@ -188,7 +188,7 @@ def _worst_mask_score(masks: Windows, soft: Maps, aim: Tensor, target: Tensor, k
     plain = lead.sum((2, 3)).amax(1)
     seen = lead if kept is None else lead * kept.unsqueeze(1)
     outside = (seen.sum((2, 3)).unsqueeze(2) - box_sums(seen, masks)).amax(1)  # batch, masks
-    lacking = outside.clamp(min=0).mean(1)
+    lacking = outside.clamp(min=0).sum(1) / (outside > 0).sum(1).clamp(min=1)
     return -(outside.amax(1) + lacking + LEAK * (plain - plain.detach()))
 
 

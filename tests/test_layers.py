@@ -31,7 +31,7 @@ LAYERS = [
     },
     {"models", "data", "defenses"},
     {"guard", "config"},
-    {"zoo", "presets", "certificate_file"},
+    {"zoo", "presets", "certificate_file", "empirical"},
     {"attacks", "training"},
     {"experiments"},
     {"commands"},

@@ -135,7 +135,9 @@ def test_guided_saliency_shows_what_speaks_for_the_label_alone():
         def smallest_input(self):
             return 8, 8
 
-    corners = Guard(Preprocess(), Corners(classes=2, mean=(0, 0, 0), std=(1, 1, 1)), Evidence(low=None), Undefended())
+    corners = Guard(
+        Preprocess(), Corners(classes=2, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)), Evidence(low=None), Undefended()
+    )
     found = saliency(corners, torch.ones(1, 3, 12, 12))
     assert (found[0, 4:8, 4:8] > 0).all()
     assert int((found > 0).sum()) == 16  # a plain gradient would show both squares

@@ -192,7 +192,8 @@ def busy_blocks(values: Map, *, window: int, overlap: int, threshold: float) -> 
     means = functional.avg_pool2d(values.unsqueeze(1), (rows, columns), stride=1).squeeze(1)
     down, across = _starts(height, rows, window - overlap), _starts(width, columns, window - overlap)
     busy = (means[:, down][:, :, across] > threshold).to(values.dtype)
-    touched = _members(height, rows, down).to(values) @ busy @ _members(width, columns, across).to(values).T
+    with torch.autocast(values.device.type, enabled=False):
+        touched = _members(height, rows, down).to(values) @ busy @ _members(width, columns, across).to(values).T
     return (touched > 0).to(values.dtype)
 
 

@@ -5,10 +5,12 @@ It is the undefended row beside our models of ImageNette, their teacher, and wha
     python -m patchguard.training.pretrained resnet50.safetensors zoo/imagenette_resnet50.safetensors
 
 Its accuracy is too good to be compared: the test images of ImageNette are training images of ImageNet.
+`imagenet_resnet50` is the same network with all of its thousand classes.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,35 +29,47 @@ from patchguard.models.resnet import LocalResNet, StrideOn
 
 # The numbers, among the thousand classes of ImageNet, of tench, English springer, ..., parachute.
 ROWS = (0, 217, 482, 491, 497, 566, 569, 571, 574, 701)
+CLASSES = 1000  # of ImageNet
 EPSILON = 1e-5  # that torch's batch normalisation adds to a variance
 
 
 def imagenette_resnet50(path: str | Path, *, stride_on: StrideOn = "1x1", width: float = 1.0) -> Guard[Any]:
-    """Return the Guard, without a defense, of the ResNet-50 whose tensors are in a safetensors file.
+    """Return the Guard, without a defense, of the ResNet-50 whose tensors are in a safetensors file; ten classes.
 
     Tensors have the usual names (conv1.weight, layer1.0.conv1.weight, ..., fc.bias). `stride_on` says which convolution
     of a block has the stride: the 1x1 in Keras's weights, the 3x3 in torchvision's. `width` is that of the network.
     """
+    return _resnet50(path, ROWS, IMAGENETTE, stride_on, width)
+
+
+def imagenet_resnet50(path: str | Path, *, stride_on: StrideOn = "1x1", width: float = 1.0) -> Guard[Any]:
+    """Return the same with all classes of ImageNet, in the order of their folders' names; they have no names here."""
+    return _resnet50(path, range(CLASSES), (), stride_on, width)
+
+
+def _resnet50(
+    path: str | Path, rows: Sequence[int], names: tuple[str, ...], stride_on: StrideOn, width: float
+) -> Guard[Any]:
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise InputError(f"`path` must be a safetensors file of a ResNet-50; {path} cannot be read: {error}.") from None
     for name in ("fc.weight", "fc.bias"):
-        if name not in tensors or len(tensors[name]) != 1000:
+        if name not in tensors or len(tensors[name]) != CLASSES:
             raise InputError(
                 f"`path` must hold a ResNet-50 with the 1000 classes of ImageNet; {path} has no such {name}."
             )
-        tensors[name] = tensors[name][list(ROWS)]
+        tensors[name] = tensors[name][list(rows)]
     tensors = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     _rescale_stem(tensors)
-    model = models.build("resnet50", classes=len(ROWS), stride_on=stride_on, width=width)
+    model = models.build("resnet50", classes=len(rows), stride_on=stride_on, width=width)
     assert isinstance(model, LocalResNet)
     try:
         model.backbone.load_state_dict(tensors)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"`path` must hold the tensors of a ResNet-50: {reason}.") from None
-    return Guard(Preprocess(), model.eval(), Evidence(low=None), Undefended(), IMAGENETTE)
+    return Guard(Preprocess(), model.eval(), Evidence(low=None), Undefended(), names)
 
 
 def _rescale_stem(tensors: dict[str, Tensor]) -> None:

@@ -1,0 +1,89 @@
+"""Images for the studies of the paper: labelled, of one size, with the patch where the paper puts it."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from jaxtyping import Float, Int64, UInt8
+from torch import Tensor
+
+from patchguard import zoo
+from patchguard.data.decode import Unreadable
+from patchguard.data.draw import spread
+from patchguard.data.loading import decoded
+from patchguard.data.preprocess import CenterCrop, Preprocess, Resize
+from patchguard.data.source import open_source
+from patchguard.errors import InputError
+from patchguard.experiments.job import matched
+from patchguard.guard import Guard
+from patchguard.training import pretrained
+
+SMALL = ("cifar10", "sample")  # as they are; photos are resized and cropped, and the patch lies on the result
+PHOTO = Preprocess((Resize(shorter=256), CenterCrop(height=224, width=224)))
+FROM_WEIGHTS = ("imagenette_resnet50", "imagenet_resnet50")
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class StudyImages:
+    """Images of one size with their true classes and their places in the data set."""
+
+    images: UInt8[Tensor, "count 3 height width"]
+    targets: Int64[Tensor, " count"]
+    numbers: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of every image."""
+        return self.images.shape[2], self.images.shape[3]
+
+    def part(self, first: int, count: int, device: torch.device) -> tuple[Float[Tensor, "some 3 _ _"], Tensor]:
+        """Return some images, with pixels in [0, 1], and their classes."""
+        chosen = slice(first, first + count)
+        return self.images[chosen].to(device).float() / 255, self.targets[chosen].to(device)
+
+
+def open_model(name: str, weights: str | Path | None) -> Guard[Any]:
+    """Return the Guard of a name or path, or the named ResNet-50 made of the tensors in `weights`."""
+    if name in FROM_WEIGHTS:
+        if weights is None:
+            raise InputError(f"`weights` must be the safetensors file of an ImageNet ResNet-50 for {name!r}; got none.")
+        return getattr(pretrained, name)(weights)  # type: ignore[no-any-return]
+    if weights is not None:
+        raise InputError(f"`weights` are for {' and '.join(FROM_WEIGHTS)}; {name!r} has its own. Leave it out.")
+    return zoo.load(name)
+
+
+def open_images(
+    guard: Guard[Any], data: str, root: str | Path | None = None, *, limit: int | None = None, seed: int = 0
+) -> tuple[Guard[Any], StudyImages]:
+    """Return the test images of a set and the Guard that takes them as they come: photos at the network's own size.
+
+    `limit` takes so many, evenly spread and drawn with `seed`. Images that cannot be read are left out.
+    """
+    source = open_source(data, root)
+    if source.targets is None:
+        raise InputError(f"`data` must have classes to be right or wrong about; {data} has none.")
+    source = matched(source, guard)
+    numbers = list(range(len(source))) if limit is None else spread(min(limit, len(source)), len(source), seed)
+    prepare = None if data in SMALL else guard.preprocess if guard.preprocess.steps else PHOTO
+    images, kept = [], []
+    for number, image in zip(numbers, decoded(source.subset(numbers)), strict=True):
+        if isinstance(image, Unreadable):
+            continue
+        kept.append(number)
+        images.append(image if prepare is None else _prepared(prepare, image))
+    if not kept:
+        raise InputError(f"none of the {len(numbers)} images of `data` can be read. Check the files.")
+    assert source.targets is not None
+    targets = torch.tensor([source.targets[number] for number in kept])
+    taken = guard if prepare is None else replace(guard, preprocess=Preprocess())
+    return taken, StudyImages(torch.stack(images), targets, tuple(kept))
+
+
+def _prepared(prepare: Preprocess, image: UInt8[Tensor, "3 _ _"]) -> UInt8[Tensor, "3 height width"]:
+    return (prepare(image[None].float() / 255)[0] * 255).round().to(torch.uint8)

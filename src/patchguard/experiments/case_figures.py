@@ -31,8 +31,8 @@ def local_predictions(summary: Mapping[str, Any]) -> "Figure":
     series = [("measured here", BLUE, [rows[name]["ours"] for name in ROWS])]
     if all(rows[name]["published"] is not None for name in ROWS):
         series.append(("ResNet-50, published", GREY, [rows[name]["published"] for name in ROWS]))
-    figure, axes = _empty()
-    _bars(axes, list(ROWS.values()), series)
+    figure, axes = empty()
+    bars(axes, list(ROWS.values()), series)
     axes.set_ylabel("incorrect predictions, %")
     axes.set_title(f"{_subject(summary)}: what a patch of {_patch(summary)} pixels does", loc="left")
     return figure
@@ -41,17 +41,18 @@ def local_predictions(summary: Mapping[str, Any]) -> "Figure":
 def local_logits(summary: Mapping[str, Any]) -> "Figure":
     """Return the histogram of large local logits of attacked images: true class and malicious class."""
     found = summary["histogram"]
-    figure, axes = _empty()
+    figure, axes = empty()
     edges = found["edges"]
     for name, colour, label in (("true", BLUE, "true class"), ("malicious", ORANGE, "malicious class")):
         axes.stairs(found[name], edges, fill=True, alpha=0.55, color=colour, label=f"{label}, attacked images")
     axes.stairs(found["clean_true"], edges, color="black", linewidth=0.9, label="true class, clean images")
     axes.axvline(found["largest_clean_logit"], color=GREY, linestyle="--", label="largest clean logit of any class")
     axes.set_yscale("symlog", linthresh=1)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel(f"local logits above {found['large']:.3g}")
     axes.set_ylabel("cells")
     axes.set_title(f"{_subject(summary)}: large local logits", loc="left")
-    axes.legend(frameon=False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 
@@ -59,16 +60,16 @@ def ceiling(summary: Mapping[str, Any]) -> "Figure":
     """Return the accuracy under each clipping of the local logits: clean, and under the two attacks."""
     clips = summary["ceiling"]["clips"]
     kinds = (("clean", GREY, "clean"), ("transferred", BLUE, "attack on no clipping"), ("adaptive", ORANGE, "adaptive"))
-    figure, axes = _empty()
+    figure, axes = empty()
     series = [(label, colour, [100 * clips[clip][kind]["share"] for clip in clips]) for kind, colour, label in kinds]
-    _bars(axes, [f"clipped to {clip}" if index else "not clipped" for index, clip in enumerate(clips)], series)
+    bars(axes, [f"clipped to {clip}" if index else "not clipped" for index, clip in enumerate(clips)], series)
     axes.set_ylabel("accuracy, %")
-    axes.set_ylim(0, 100)
     axes.set_title(f"{_subject(summary)}: a ceiling c_h = {summary['ceiling']['c_h']:.3g} on local logits", loc="left")
     return figure
 
 
-def _empty() -> tuple["Figure", "Axes"]:
+def empty() -> tuple["Figure", "Axes"]:
+    """Return a figure with one set of axes."""
     from matplotlib.figure import Figure  # here, because it is slow to import
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -77,13 +78,16 @@ def _empty() -> tuple["Figure", "Axes"]:
     return figure, axes
 
 
-def _bars(axes: "Axes", names: Sequence[str], series: Sequence[tuple[str, str, Sequence[float]]]) -> None:
+def bars(axes: "Axes", names: Sequence[str], series: Sequence[tuple[str, str, Sequence[float]]]) -> None:
+    """Draw percentages in groups: one group per name, one bar in each per series (label, colour, values)."""
     width = 0.8 / len(series)
     for number, (label, colour, values) in enumerate(series):
         places = [place - 0.4 + width * (number + 0.5) for place in range(len(names))]
         axes.bar_label(axes.bar(places, values, width, color=colour, label=label), fmt="%.1f", padding=2, fontsize=8)
     axes.set_xticks(range(len(names)), names)
-    axes.legend(frameon=False)
+    axes.set_ylim(0, 110)  # room for the numbers
+    axes.set_yticks(range(0, 101, 20))
+    axes.figure.legend(loc="outside lower center", ncols=len(series), frameon=False)
 
 
 def _subject(summary: Mapping[str, Any]) -> str:

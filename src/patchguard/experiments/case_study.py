@@ -9,7 +9,7 @@ largest clean logit improves empirical robustness. docs/case_study.md says what 
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from patchguard.attacks.victim import Images
 from patchguard.defenses import Undefended
 from patchguard.errors import InputError
 from patchguard.evidence import Evidence
-from patchguard.experiments import case_figures, metrics, published, study_command
+from patchguard.experiments import case_figures, metrics, study_command
 from patchguard.experiments.local_maps import Stages, clipping_table, histogram, joined, local_attack_table, observe
 from patchguard.experiments.study_images import StudyImages
 from patchguard.experiments.victims import Through, Tick, Watched, press
@@ -129,8 +129,8 @@ class Clipping:
     @classmethod
     def unclipped(cls, stages: Stages) -> "Clipping":
         """Return what the study itself found: an attack on the unclipped network knows all there is to know."""
-        stays = ~stages.broken.wrong & ~stages.attacked.wrong
-        return cls(clean=~stages.original.wrong, transferred=stays, adaptive=stays)
+        stays = ~stages.attacked.wrong
+        return cls(clean=~stages.original.wrong, transferred=stays, adaptive=stays & ~stages.broken.wrong)
 
 
 # -- many batches ------------------------------------------------------------------------------------------------------
@@ -139,10 +139,7 @@ class Clipping:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a study is made. `press` goes on for as many steps as the attack has; `ceiling` measures the remark on c_h.
-
-    Batches are large because an image that never breaks keeps its whole batch waiting.
-    """
+    """How a study is made. `press`: go on for as many steps as the attack has; `ceiling`: measure the remark on c_h."""
 
     attack: PatchPGD = PAPER_ATTACK
     area: float = AREA
@@ -150,11 +147,6 @@ class Options:
     ceiling: bool = True
     seed: int = 0
     batch_pixels: int | None = None
-
-    def batch(self, size: tuple[int, int], device: torch.device) -> int:
-        """Return how many images are attacked together."""
-        pixels = self.batch_pixels or (2**26 if device.type == "cuda" else 2**17)
-        return max(1, pixels // (size[0] * size[1]))
 
 
 def run(
@@ -177,7 +169,7 @@ def run(
     patch = Patch.of_area(options.area, height=images.size[0], width=images.size[1])
     right = dict.fromkeys(CLIPS, 0)
     largest = -torch.inf
-    for _, pixels, target in _batches(images, options, device):
+    for _, pixels, target in images.batches(device, options.batch_pixels):
         local_logits = guard.local_logits(pixels)
         largest = max(largest, float(local_logits.max()))
         for clip in CLIPS:
@@ -185,7 +177,7 @@ def run(
         progress("clean", len(target))
     parts: list[Stages] = []
     arms: list[dict[str, Clipping]] = []
-    for numbers, pixels, target in _batches(images, options, device):
+    for numbers, pixels, target in images.batches(device, options.batch_pixels):
         shared: dict[str, Any] = {"seed": options.seed, "numbers": numbers}
         pace = options.attack.pace if options.press else None
         tick = partial(progress, "attack")
@@ -206,7 +198,6 @@ def run(
         broken=joined([part.broken for part in parts]),
         attacked=joined([part.attacked for part in parts]),
     )
-    large = published.LARGE.get("fig-hist-net") if dataset == "imagenet" else None
     return {
         "dataset": dataset,
         "images": len(images),
@@ -218,19 +209,11 @@ def run(
             "seed": options.seed,
         },
         "tab-local-attack": local_attack_table(study, dataset),
-        "histogram": histogram(study, large),
+        "histogram": histogram(study),
         "clipping": clipping_table(right, len(images), dataset),
         "ceiling": {"c_h": largest, "clips": _arms(arms)} if arms else None,
         "environment": runtime.environment(),
     }
-
-
-def _batches(
-    images: StudyImages, options: Options, device: torch.device
-) -> Iterator[tuple[tuple[int, ...], Images, Tensor]]:
-    size = options.batch(images.size, device)
-    for first in range(0, len(images), size):
-        yield images.numbers[first : first + size], *images.part(first, size, device)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from patchguard.attacks.victim import Images
 from patchguard.experiments import metrics, published
 from patchguard.guard import Guard
 
-LARGE_SHARE = 0.9  # of the true class's clean logits lie below what is called large, where the paper does not say
+FEWEST = 0.001  # of the logits must be large; where fewer are, large is what a tenth of them exceeds
 BINS = 40
 
 
@@ -103,8 +103,9 @@ def local_attack_table(study: Stages, dataset: str = "") -> dict[str, Any]:
 def histogram(study: Stages, large: float | None = None, bins: int = BINS) -> dict[str, Any]:
     """Return how many local logits of attacked images are large, by value, of the true and of the malicious class.
 
-    `large` is the paper's 20 for ImageNet. Where it does not say, it is what 90 % of the true class's logits of the
-    clean images lie below. `clean_true` are the clean images' own, for comparison.
+    `large` is by default 20, which the paper says for ImageNet; a network whose logits are smaller, so that hardly any
+    cell has one above 20, gets what a tenth of all these logits exceeds. `clean_true` are those of the true class in
+    the clean images, for comparison.
     """
     values = {
         "true": study.attacked.true.flatten(),
@@ -112,7 +113,9 @@ def histogram(study: Stages, large: float | None = None, bins: int = BINS) -> di
         "clean_true": study.original.true.flatten(),
     }
     if large is None:
-        large = max(0.0, _quantile(values["clean_true"], LARGE_SHARE))
+        attacked = torch.cat([values["true"], values["malicious"]])
+        few = float((attacked > published.LARGE).double().mean()) < FEWEST
+        large = max(0.0, _quantile(attacked, 0.9)) if few else published.LARGE
     high = max(large + 1e-3, *(float(each.max()) for each in values.values()))
     edges = torch.linspace(large, high, bins + 1, dtype=torch.float64)
     largest = float(study.original.largest.max())

@@ -1,5 +1,6 @@
 """Images for the studies of the paper: labelled, of one size, with the patch where the paper puts it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -41,10 +42,18 @@ class StudyImages:
         """Height and width of every image."""
         return self.images.shape[2], self.images.shape[3]
 
-    def part(self, first: int, count: int, device: torch.device) -> tuple[Float[Tensor, "some 3 _ _"], Tensor]:
-        """Return some images, with pixels in [0, 1], and their classes."""
-        chosen = slice(first, first + count)
-        return self.images[chosen].to(device).float() / 255, self.targets[chosen].to(device)
+    def batches(
+        self, device: torch.device, pixels: int | None = None
+    ) -> Iterator[tuple[tuple[int, ...], Float[Tensor, "some 3 height width"], Int64[Tensor, " some"]]]:
+        """Yield numbers, images with pixels in [0, 1] and classes, of about `pixels` in all at a time.
+
+        By default batches are large: in an attack, one image that never breaks keeps its whole batch waiting.
+        """
+        at_once = pixels or (2**26 if device.type == "cuda" else 2**17)
+        size = max(1, at_once // (self.size[0] * self.size[1]))
+        for first in range(0, len(self), size):
+            some = slice(first, first + size)
+            yield self.numbers[some], self.images[some].to(device).float() / 255, self.targets[some].to(device)
 
 
 def open_model(name: str, weights: str | Path | None) -> Guard[Any]:

@@ -1,0 +1,69 @@
+"""Attacks that know a cleaning beat it; certificates hold beside it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from crafted import Texture, dark, undefended
+from tiny import lively, srf_guard
+
+from patchguard import zoo
+from patchguard.attacks.adaptive import Adaptive
+from patchguard.attacks.patch_pgd import PatchPGD
+from patchguard.data.preprocess import Preprocess
+from patchguard.defenses import Undefended
+from patchguard.evidence import Evidence
+from patchguard.experiments import empirical_defenses
+from patchguard.experiments.empirical_defenses import Kept, Options
+from patchguard.experiments.study_images import StudyImages
+from patchguard.guard import Guard
+from patchguard.models import build
+
+FAST = Options(
+    attack=PatchPGD(steps=40, step=0.05, locations=2), adaptive=Adaptive(steps=4, step=0.2, locations=1), area=0.06
+)
+
+
+def test_an_attack_through_the_smoothing_breaks_what_one_on_the_bare_network_does_not():
+    images = StudyImages(dark(6), torch.zeros(6, dtype=torch.int64), tuple(range(6)))
+    rows = empirical_defenses.run(undefended(Texture()), images, FAST)["defenses"]
+    assert {name: row["clean"]["share"] for name, row in rows.items()} == dict.fromkeys(rows, 1.0)
+    assert rows["none"]["plain"]["share"] == 0.0
+    smoothed = rows["local_gradient_smoothing"]
+    assert smoothed["plain"]["share"] >= 0.5
+    assert smoothed["adaptive"]["share"] == 0.0
+    assert all(row["certified"] is None and row["certified_and_broken"] is None for row in rows.values())
+
+
+def test_a_certified_guard_beside_keeps_at_least_what_it_certifies():
+    certified = srf_guard(side=16)
+    pixels = (torch.rand(12, 3, 16, 16, generator=torch.Generator().manual_seed(4)) * 255).to(torch.uint8)
+    images = StudyImages(pixels, certified.predict(pixels.float() / 255).label, tuple(range(12)))
+    bare = Guard(Preprocess(), certified.model, Evidence(low=None), Undefended())
+    row = empirical_defenses.run(bare, images, FAST, certified=certified)["defenses"]["certified"]
+    assert row["certified_and_broken"] == 0
+    assert row["certified"]["right"] <= row["adaptive"]["right"] <= row["plain"]["right"] <= row["clean"]["right"]
+
+
+def test_a_refuted_certificate_is_counted():
+    yes, no = torch.tensor([True, True]), torch.tensor([True, False])
+    assert Kept(clean=yes, plain=yes, adaptive=no, certified=yes).refuted.tolist() == [False, True]
+    assert Kept(clean=yes, plain=yes, adaptive=no).refuted.tolist() == [False, False]
+
+
+def test_the_command_writes_a_table_and_a_figure(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    model = lively(build("resnet18", classes=10, width=0.1, small_images=True))
+    zoo.save(Guard(Preprocess(), model, Evidence(low=None), Undefended()), tmp_path / "thin.safetensors")
+    options = ["--data", "sample", "--limit", "4", "--steps", "2", "--locations", "1", "--device", "cpu"]
+    arguments = ["--model", str(tmp_path / "thin.safetensors"), *options, "--out", str(tmp_path / "out")]
+    assert empirical_defenses.main(arguments) == 0
+    assert "adaptive attack" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert list(summary["defenses"]) == ["none", "local_gradient_smoothing", "digital_watermarking"]
+    assert (tmp_path / "out" / "empirical_defenses.png").stat().st_size > 1000
+
+    refuted = {**summary, "defenses": {"certified": {**summary["defenses"]["none"], "certified_and_broken": 2}}}
+    monkeypatch.setattr(empirical_defenses, "run", lambda *arguments, **settings: refuted)
+    assert empirical_defenses.main(arguments) == 3
+    assert "2 certified images were broken" in capsys.readouterr().err

@@ -38,13 +38,13 @@ class Spike(Crafted):
 
 
 class Texture(Crafted):
-    """Red stripes speak for class 1 loudly, and bright green does so quietly but loudly enough."""
+    """Red stripes and bright green speak for class 1; green alone is enough."""
 
-    constant = 0.1
+    constant = 1.6
 
     def malicious(self, pixels):
         stripes = nn.functional.pad((pixels[:, :1, :, 1:] - pixels[:, :1, :, :-1]) ** 2, (0, 1))
-        return nn.functional.avg_pool2d(300 * stripes + 100 * pixels[:, 1:2] ** 4, CELL)
+        return nn.functional.avg_pool2d(30 * stripes + 100 * pixels[:, 1:2] ** 4, CELL)
 
 
 def undefended(model: LocalModel) -> Guard:

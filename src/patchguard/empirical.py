@@ -34,6 +34,9 @@ from patchguard.runtime import full_precision, placement
 
 PUBLISHED_SIDE = 224  # pixels that the published window sizes are for; smaller images get smaller windows
 
+SURROGATES = ("chain", "smooth")
+LEAK = 0.1  # share of the gradient that passes where the rule lets none through
+
 Map = Float[Tensor, "batch height width"]
 Region = Bool[Tensor, "batch height width"]
 
@@ -109,26 +112,31 @@ class LocalGradientSmoothing:
            pixels in which the mean of g exceeds `threshold`. Neighbouring blocks share `overlap` pixels.
 
     The numbers are the published ones, which are for images of about 300 pixels; `fitted` shrinks the blocks for small
-    images. Where the product above is cut at 1 a pixel is black and its gradient is zero; `differentiable` lets `leak`
-    of it through, so that an attack is told to smooth what is cut.
+    images.
+
+    `surrogate` is what an attack sees. "chain": the rule's own gradient; where the product above is cut at 1, so that a
+    pixel is black, a tenth of the gradient passes, and tells the attack to smooth what is cut. "smooth": that of the
+    cleaned pixels, averaged over 3 x 3 of them (BPDA with a low pass): it makes patches that change little from pixel
+    to pixel, and so are let through. Neither is always better: an attacker tries both.
     """
 
     window: int = 15
     overlap: int = 5
     threshold: float = 0.1
     strength: float = 2.3
-    leak: float = 0.1
+    surrogate: str = "chain"
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap < self.window:
             raise InputError(
                 f"`overlap` must lie between 0 and `window` - 1; got {self.overlap} for a window of {self.window}."
             )
-        if not (0 <= self.threshold < 1 and self.strength > 0 and 0 <= self.leak <= 1):
+        if not (0 <= self.threshold < 1 and self.strength > 0):
             raise InputError(
-                "`threshold` must lie in [0, 1), `strength` above 0 and `leak` in [0, 1]; got "
-                f"{self.threshold}, {self.strength} and {self.leak}."
+                f"`threshold` must lie in [0, 1) and `strength` above 0; got {self.threshold} and {self.strength}."
             )
+        if self.surrogate not in SURROGATES:
+            raise InputError(f"`surrogate` must be one of {', '.join(SURROGATES)}; got {self.surrogate!r}.")
 
     @classmethod
     def fitted(cls, height: int, width: int) -> "LocalGradientSmoothing":
@@ -139,23 +147,23 @@ class LocalGradientSmoothing:
     def __call__(self, images: Images, guard: Guard[Any] | None = None) -> Images:
         """Return the darkened images."""
         with torch.no_grad():
-            return smooth_gradients(
-                images,
-                window=self.window,
-                overlap=self.overlap,
-                threshold=self.threshold,
-                strength=self.strength,
-            )
+            return self._rule(images)
 
     def differentiable(self, images: Images, guard: Guard[Any] | None = None) -> Images:
-        """Return the same, with gradients."""
+        """Return the same, with the gradient of the surrogate."""
+        if self.surrogate == "chain":
+            return self._rule(images, leak=LEAK)
+        low = functional.avg_pool2d(images, 3, stride=1, padding=1)
+        return self(images) + _vanishing(low)
+
+    def _rule(self, images: Images, leak: float = 0.0) -> Images:
         return smooth_gradients(
             images,
             window=self.window,
             overlap=self.overlap,
             threshold=self.threshold,
             strength=self.strength,
-            leak=self.leak,
+            leak=leak,
         )
 
 

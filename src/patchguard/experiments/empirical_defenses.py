@@ -10,7 +10,7 @@ cleaning finds what they leave. A certified accuracy is below every attacked one
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -25,7 +25,7 @@ from patchguard.attacks.base import Attack
 from patchguard.attacks.patch_pgd import PatchPGD
 from patchguard.attacks.victim import Images, Victim
 from patchguard.defenses import Undefended
-from patchguard.empirical import Cleaned, Cleaning, DigitalWatermarking, LocalGradientSmoothing
+from patchguard.empirical import SURROGATES, Cleaned, Cleaning, DigitalWatermarking, LocalGradientSmoothing
 from patchguard.errors import InputError
 from patchguard.experiments import case_figures, metrics, study_command
 from patchguard.experiments.study_images import SMALL, StudyImages
@@ -68,7 +68,7 @@ class Kept:
 
 
 def kept(
-    victim: Victim,
+    victims: Sequence[Victim],
     images: Images,
     target: Int64[Tensor, " batch"],
     plain: Images,
@@ -80,27 +80,32 @@ def kept(
 ) -> Kept:
     """Return what a victim keeps right: images, the same after an attack on another (`plain`), and after its own.
 
-    A Guard with a defense is certified, too.
+    `victims` are one and the same, with different gradients; each is attacked with what the one before has left. A
+    Guard with a defense is certified, too.
     """
+    victim = victims[0]
     withstands = victim.predict(plain).label == target
-    made = attack(victim, images, target, patch, seed=seed, numbers=numbers)
+    left = withstands.clone()
+    named = range(len(images)) if numbers is None else numbers
+    for each in victims:
+        rows = left.nonzero().squeeze(1)
+        if len(rows):
+            some = [named[row] for row in rows.tolist()]
+            left[rows] = ~attack(each, images[rows], target[rows], patch, seed=seed, numbers=some).broken
     proved = None
     if isinstance(victim, Guard) and not isinstance(victim.defense, Undefended):
         certificate = victim.certify(images, patch)
         proved = (certificate.certified & (certificate.label == target)).cpu()
-    return Kept(
-        clean=(victim.predict(images).label == target).cpu(),
-        plain=withstands.cpu(),
-        adaptive=(withstands & ~made.broken).cpu(),
-        certified=proved,
-    )
+    clean = victim.predict(images).label == target
+    return Kept(clean=clean.cpu(), plain=withstands.cpu(), adaptive=left.cpu(), certified=proved)
 
 
-def cleanings(height: int, width: int) -> dict[str, Cleaning]:
-    """Return the empirical defenses for images of this size."""
+def cleanings(height: int, width: int) -> dict[str, list[Cleaning]]:
+    """Return the empirical defenses for images of this size, each with all gradients that an attack tries."""
+    smoothing = LocalGradientSmoothing.fitted(height, width)
     return {
-        "local_gradient_smoothing": LocalGradientSmoothing.fitted(height, width),
-        "digital_watermarking": DigitalWatermarking.fitted(height, width),
+        "local_gradient_smoothing": [replace(smoothing, surrogate=each) for each in SURROGATES],
+        "digital_watermarking": [DigitalWatermarking.fitted(height, width)],
     }
 
 
@@ -147,13 +152,13 @@ def run(
             adaptive=(stays & ~made.broken).cpu(),
         )
         found.setdefault("none", []).append(bare)
-        for name, cleaning in cleanings(height, width).items():
-            victim = Watched(Cleaned(guard, cleaning), partial(progress, name))
-            found.setdefault(name, []).append(kept(victim, pixels, target, plain, options.attack, patch, **shared))
+        for name, same in cleanings(height, width).items():
+            victims = [Watched(Cleaned(guard, cleaning), partial(progress, name)) for cleaning in same]
+            found.setdefault(name, []).append(kept(victims, pixels, target, plain, options.attack, patch, **shared))
         if proven is not None:
             progress("certified", 0)
             found.setdefault("certified", []).append(
-                kept(proven, pixels, target, plain, options.adaptive, patch, **shared)
+                kept([proven], pixels, target, plain, options.adaptive, patch, **shared)
             )
             progress("certified", len(target))
     return {
@@ -163,12 +168,16 @@ def run(
             "adaptive": {"name": "adaptive", **asdict(options.adaptive)},
             "patch": [patch.height, patch.width],
             "image_size": list(images.size),
-            "cleanings": {name: asdict(each) for name, each in cleanings(height, width).items()},  # type: ignore[call-overload]
+            "cleanings": {name: [_settings(each) for each in same] for name, same in cleanings(height, width).items()},
             "seed": options.seed,
         },
         "defenses": {name: _row(parts) for name, parts in found.items()},
         "environment": runtime.environment(),
     }
+
+
+def _settings(cleaning: Any) -> dict[str, Any]:
+    return asdict(cleaning)
 
 
 def _row(parts: Sequence[Kept]) -> dict[str, Any]:

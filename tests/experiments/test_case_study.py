@@ -172,6 +172,16 @@ def test_a_ceiling_stops_an_attack_that_lives_on_large_logits_and_an_attack_thro
     assert torch.autograd.grad(maps.sum(), bright)[0].abs().sum() > 0  # cut, and yet it pulls
 
 
+def test_a_study_does_not_depend_on_how_images_are_batched():
+    images = StudyImages(dark(5), torch.tensor([0, 0, 1, 0, 0]), (3, 14, 15, 92, 65))
+    whole, parts = (
+        case_study.run(undefended(Spike()), images, options=Options(attack=FAST, batch_pixels=pixels))
+        for pixels in (None, 2 * 32 * 32)
+    )
+    assert parts == whole
+    assert whole["tab-local-attack"]["incorrect_global_original"]["right"] == 1
+
+
 def test_a_study_is_of_an_undefended_network():
     images = StudyImages(dark(1), torch.zeros(1, dtype=torch.int64), (0,))
     guard = undefended(Spike())

@@ -12,7 +12,7 @@ from patchguard.models import build
 from patchguard.models.bagnet import from_resnet50
 from patchguard.models.resnet import LocalResNet
 from patchguard.training.initial import start_from
-from patchguard.training.pretrained import ROWS, imagenette_resnet50
+from patchguard.training.pretrained import ROWS, imagenet_resnet50, imagenette_resnet50
 from patchguard.training.recipes import named
 
 WIDTH = 0.125
@@ -51,6 +51,13 @@ def test_the_ten_classes_answer_as_among_the_thousand_and_fit_float16(trained: L
     again = zoo.load(tmp_path / "imagenette_resnet50.safetensors")
     assert again.class_names[9] == "parachute"
     torch.testing.assert_close(again.local_logits(images), expected, rtol=0.05, atol=0.05)
+
+
+def test_all_thousand_classes_can_be_kept(trained: LocalResNet, tmp_path: Path) -> None:
+    guard = imagenet_resnet50(saved(trained, tmp_path / "weights.safetensors"), width=WIDTH)
+    images = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(guard.local_logits(images), trained(images), rtol=1e-3, atol=1e-3)
 
 
 def test_other_files_are_refused(trained: LocalResNet, tmp_path: Path) -> None:

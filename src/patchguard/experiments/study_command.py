@@ -60,9 +60,10 @@ def opened(options: argparse.Namespace) -> tuple[Guard[Any], StudyImages]:
 
 
 def place(guard: Guard[Any], device: torch.device) -> None:
-    """Bring the network to a device, laid out as its convolutions like it."""
-    if device.type == "cuda":
-        torch.backends.cudnn.benchmark = True
+    """Bring the network to a device, laid out as its convolutions like it.
+
+    Kernels are not tried out (cudnn.benchmark): batches shrink as images break, and every size would be tried anew.
+    """
     guard.model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 

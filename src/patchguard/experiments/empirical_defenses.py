@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             study_command.place(certified, runtime.choose_device(chosen.device))
         options = Options(
             attack=study_command.attack_of(chosen),
-            adaptive=Adaptive(steps=chosen.steps, step=chosen.step, locations=chosen.locations),
+            adaptive=Adaptive(steps=chosen.steps, locations=chosen.locations),
             area=chosen.area,
             seed=chosen.seed,
         )

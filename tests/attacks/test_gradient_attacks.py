@@ -6,6 +6,11 @@ from painted import GUARDS, guard, paintings
 
 from patchguard.attacks import Adaptive, Noise, PatchPGD
 from patchguard.certificate import Prediction
+from patchguard.data.preprocess import Preprocess
+from patchguard.defenses import Undefended
+from patchguard.evidence import Evidence
+from patchguard.guard import Guard
+from patchguard.models import wrap
 from patchguard.patch import Patch
 
 PATCH = Patch(3)
@@ -129,3 +134,15 @@ def test_rough_gradients_still_break_images_and_never_count_by_themselves(name, 
     attacked = Adaptive(steps=12, locations=2)(victim, images, target, patch)
     assert torch.equal(attacked.label, victim.predict(attacked.images).label)
     assert attacked.broken.any()
+
+
+def test_a_network_that_mixes_positions_can_still_be_attacked() -> None:
+    class Mixing(torch.nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return (images - images.mean((2, 3), keepdim=True).flip(1)).mean((2, 3), keepdim=True)
+
+    victim = Guard(Preprocess(), wrap(Mixing(), classes=3), Evidence(low=None), Undefended())
+    images, _ = paintings(6)
+    target = victim.predict(images).label
+    for attack in (PatchPGD(steps=6, locations=2, search="certificate"), Adaptive(steps=6)):
+        assert attack(victim, images, target, Patch(7)).broken.any()

@@ -10,9 +10,10 @@ from torch import Tensor
 from patchguard.attacks import placement
 from patchguard.attacks.base import Attack, Draws, Found, Places, check_count
 from patchguard.attacks.climb import Objective, Pace, Try, best_of, gradient_weights, part_size, start_pixels
-from patchguard.attacks.guide import Guide, field_of, find_guide
+from patchguard.attacks.guide import Guide, find_guide
 from patchguard.attacks.objectives import Case, Scores, cross_entropy, defended_score, witness_score
 from patchguard.attacks.victim import Images, Victim
+from patchguard.defenses import Undefended
 from patchguard.errors import InputError
 from patchguard.patch import Patch
 
@@ -30,8 +31,8 @@ class Adaptive(Attack):
     * then it climbs `objectives.defended_score`, the margin of the defended rule.
 
     Steps begin with length `step` and shrink to one level of a pixel. Further `locations` are random, and aim at
-    whatever class is strongest. A victim that is no Guard is attacked by cross-entropy at the places its gradient
-    names. The certificate is only a guide: certified images are attacked, too.
+    whatever class is strongest. A victim without a defense is attacked by cross-entropy, first where its gradient is
+    largest. The certificate is only a guide: certified images are attacked, too.
     """
 
     steps: int = 100
@@ -66,9 +67,9 @@ class Adaptive(Attack):
         """Climb at the weakest window, then elsewhere."""
         height, width = images.shape[-2:]
         size = part_size(victim, images, self.half)
-        guide = find_guide(victim, images, patch, target, size=size, half=self.half)
+        guide = find_guide(victim, images, patch, target, size=size, half=self.half) if defends(victim) else None
         rival = aim if guide is None or aim is not None else guide.rival
-        field = field_of(victim, images)
+        field = None if guide is None else guide.field
         follow = following(victim)
         first = self._first(victim, images, patch, Case(target=target, aim=rival), guide, follow, size)
 
@@ -125,14 +126,18 @@ class Adaptive(Attack):
         return climbed
 
 
-def following(victim: Victim) -> Objective:
-    """Return the objective that follows the victim's defense; cross-entropy for one that names none."""
-    defense: Any = getattr(victim, "defense", None)
-    evidence: Any = getattr(victim, "evidence", None)
+def defends(victim: Any) -> bool:
+    """Whether the victim names a defense to follow."""
+    return not isinstance(getattr(victim, "defense", Undefended()), Undefended) and hasattr(victim, "evidence")
+
+
+def following(victim: Any) -> Objective:
+    """Return the objective that follows the victim's defense; cross-entropy where there is none."""
+    known = defends(victim)
 
     def climbed(local_logits: Tensor, case: Case, rows: Tensor, step: int) -> Scores:
-        if defense is None or evidence is None:
-            return cross_entropy(local_logits, case)
-        return defended_score(defense, evidence, local_logits, case)
+        if known:
+            return defended_score(victim.defense, victim.evidence, local_logits, case)
+        return cross_entropy(local_logits, case)
 
     return climbed

@@ -72,7 +72,10 @@ def closeup(victim: Victim, images: Images, places: Places, patch: Patch, *, siz
     guard: Guard[Any] = victim
     if guard.preprocess.support(height, width) != Field.identity(height, width):
         return None
-    field = guard.field(height, width)
+    try:
+        field = guard.field(height, width)
+    except InputError:  # a network that mixes positions
+        return None
     rows, columns = _frame(field.rows, patch.height), _frame(field.columns, patch.width)
     if rows is None or columns is None or rows.length * columns.length > WORTH * height * width:
         return None

@@ -48,7 +48,10 @@ def find_guide(
         return None
     guard: Guard[Any] = victim
     height, width = images.shape[-2:]
-    windows = guard.windows(patch, height, width)
+    try:
+        windows = guard.windows(patch, height, width)
+    except InputError:  # a network that mixes positions
+        return None
     boxes, rivals, witnesses = [], [], []
     for part, label in zip(torch.split(images, size), torch.split(target, size), strict=True):
         with reduced(images.device, half):
@@ -75,8 +78,3 @@ def find_guide(
         rival=torch.cat(rivals),
         witness=torch.cat(witnesses) if located else None,
     )
-
-
-def field_of(victim: Victim, images: Images) -> Field | None:
-    """Return which pixels each cell of the victim reads, where it knows."""
-    return victim.field(*images.shape[-2:]) if isinstance(victim, Guard) else None

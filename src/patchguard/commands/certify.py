@@ -2,10 +2,6 @@
 
 import json
 import re
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,15 +9,14 @@ import typer
 
 from patchguard.commands.common import screen, shown
 from patchguard.commands.data import Root
+from patchguard.commands.progress import shown_progress
 from patchguard.errors import InputError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from patchguard.experiments.loop import Outcome
     from patchguard.experiments.metrics import Tally
-    from patchguard.experiments.run import Outcome, Progress
-
-SECONDS_BETWEEN_LINES = 30.0  # of progress, where stderr is no terminal
 
 DEFENSES = "RobustMasking, DoubleMasking, ClippedSum, MajorityVote, CellMasking, Median, TrimmedMean or Undefended"
 EVIDENCE = "logits, confidence, vote, prediction or tanh"
@@ -77,10 +72,11 @@ def certify(
         top_k=top_k,
         certificates=certificates,
     )
-    folder = out or Path("runs") / f"{_plain(job.model)}-{_plain(job.data)}"
+    folder = out or Path("runs") / f"{plain(job.model)}-{plain(job.data)}"
     if certificates is not None:
         _make(certificates)
-    with _progress(len(job.source), first=runtime.rank() == 0) as progress:
+    first = runtime.rank() == 0
+    with shown_progress(len(job.source), first=first, doing="certifying", shares=_shares) as progress:
         try:
             outcome = certify_all(job, folder, device=device, batch_size=batch_size, progress=progress)
         except KeyboardInterrupt:
@@ -90,7 +86,7 @@ def certify(
         _show(outcome, folder, as_json)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Return a word that every file system takes."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "images"
 
@@ -100,47 +96,6 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"`--certificates` must be a folder that can be made: {error.strerror}.") from None
-
-
-# -- while it runs -----------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _progress(total: int, *, first: bool) -> Iterator["Progress | None"]:
-    """Yield what shows how far the run is: a bar on a terminal, a line now and then elsewhere."""
-    if not first:
-        yield None
-    elif not sys.stderr.isatty():
-        yield _lines(total)
-    else:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bars
-
-        columns = [TextColumn("certifying"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")]
-        bars = Bars(*columns, TimeRemainingColumn(), TextColumn("{task.fields[shares]}"), console=Console(stderr=True))
-        with bars:
-            bar = bars.add_task("", total=total, rate="", shares="")
-            began: list[tuple[float, int]] = []
-
-            def update(tally: "Tally") -> None:
-                began.append((time.monotonic(), tally.images)) if not began else None
-                seconds, images = time.monotonic() - began[0][0], tally.images - began[0][1]
-                rate = f"{images / seconds:.1f}/s" if images and seconds else ""
-                bars.update(bar, completed=tally.images, rate=rate, shares=_shares(tally))
-
-            yield update
-
-
-def _lines(total: int) -> "Progress":
-    last = [time.monotonic()]
-
-    def update(tally: "Tally") -> None:
-        if time.monotonic() - last[0] >= SECONDS_BETWEEN_LINES:
-            last[0] = time.monotonic()
-            typer.echo(f"{tally.images:,} of {total:,} images, {_shares(tally)}", err=True)
-
-    return update
 
 
 def _shares(tally: "Tally") -> str:

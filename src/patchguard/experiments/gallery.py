@@ -3,7 +3,7 @@
 import hashlib
 import heapq
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -25,24 +25,48 @@ ORDER = ("certified", "not certified", "wrong", "proved", "not proved")
 
 
 def choose(records: Iterable[Record], settings: dict[str, Any]) -> list[tuple[str, Record]]:
-    """Return up to 24 records with their groups, for the first patch.
-
-    Every record has a rank that depends on its index alone; those of lowest rank are taken. So the choice does not
-    depend on the order of the records, and one pass with few records in memory makes it.
-    """
+    """Return up to 24 records with their groups, for the first patch."""
     labelled, key = bool(settings["labelled"]), settings["patches"][0]
-    taken: dict[str, list[tuple[int, int, Record]]] = {}
+    draw = Draw(EACH[labelled])
     for record in records:
-        if "error" in record:
-            continue
-        heap = taken.setdefault(_group(record, key, labelled), [])
+        if "error" not in record:
+            draw.offer(_group(record, key, labelled), record)
+    return draw.taken(ORDER)
+
+
+@final
+class Draw:
+    """Up to `each` records of every group, drawn as they come.
+
+    Every record has a rank that depends on its index alone; those of lowest rank are taken. So the draw does not
+    depend on the order of the records, and few of them are in memory.
+    """
+
+    def __init__(self, each: int) -> None:
+        self.each = each
+        self.groups: dict[str, list[tuple[int, int, Record]]] = {}
+
+    def wants(self, group: str, index: int) -> bool:
+        """Whether a record would be taken, were it offered now."""
+        heap = self.groups.get(group, [])
+        return len(heap) < self.each or (-_rank(index), index) > heap[0][:2]
+
+    def offer(self, group: str, record: Record) -> None:
+        """Take a record if its rank is low enough, and let go of the highest."""
+        heap = self.groups.setdefault(group, [])
         ranked = (-_rank(record["index"]), record["index"], record)
-        if len(heap) < EACH[labelled]:
+        if len(heap) < self.each:
             heapq.heappush(heap, ranked)
         else:
             heapq.heappushpop(heap, ranked)
-    chosen = [(group, record) for group in ORDER for _, _, record in taken.get(group, ())]
-    return sorted(chosen, key=lambda pair: (ORDER.index(pair[0]), pair[1]["index"]))
+
+    def taken(self, order: Sequence[str]) -> list[tuple[str, Record]]:
+        """Return the records with their groups, in this order of groups."""
+        return [
+            (group, record)
+            for group in order
+            for record in sorted((entry[2] for entry in self.groups.get(group, ())), key=lambda each: each["index"])
+        ]
 
 
 def _group(record: Record, key: str, labelled: bool) -> str:
@@ -100,11 +124,12 @@ class View:
 def view(image: UInt8[Tensor, "3 _ _"], record: Record, evidence: EvidenceMap, plan: Plan) -> View:
     """Return what the report shows of one image, with its evidence computed anew."""
     entry = next(iter(record["patches"].values()))
-    label, rival = _map(evidence, entry["label"]), _map(evidence, entry["rival"])
-    return View(_picture(image), label, rival, _mask(plan, evidence, entry["label"]))
+    label, rival = map_of(evidence, entry["label"]), map_of(evidence, entry["rival"])
+    return View(picture(image), label, rival, _mask(plan, evidence, entry["label"]))
 
 
-def _picture(image: UInt8[Tensor, "3 _ _"]) -> UInt8[np.ndarray, "height width 3"]:
+def picture(image: UInt8[Tensor, "3 _ _"]) -> UInt8[np.ndarray, "height width 3"]:
+    """Return pixels for a page, no larger than it shows them."""
     height, width = image.shape[1:]
     longer = max(height, width)
     if longer > LONGEST:
@@ -112,7 +137,8 @@ def _picture(image: UInt8[Tensor, "3 _ _"]) -> UInt8[np.ndarray, "height width 3
     return np.asarray(image.permute(1, 2, 0).contiguous().numpy())
 
 
-def _map(evidence: EvidenceMap, label: int) -> Float32[np.ndarray, "rows columns"]:
+def map_of(evidence: EvidenceMap, label: int) -> Float32[np.ndarray, "rows columns"]:
+    """Return the evidence of one class, of the first image."""
     values = evidence.values[0, label].double() / evidence.scale
     return np.asarray(values.float().cpu().numpy())
 

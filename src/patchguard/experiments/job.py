@@ -91,10 +91,13 @@ def prepare(
     threshold: str = "",
     top_k: int = 1,
     certificates: Path | None = None,
+    curve: bool = True,
+    alerts: bool = False,
 ) -> Job:
     """Load the model, and check that it, the images, the patches and the defense fit together.
 
-    `data` is what the user calls the images.
+    `data` is what the user calls the images; `curve` is whether other sizes of the patch are certified, too, and
+    `alerts` whether a defense will do that promises the label or an alert.
     """
     written = _distinct(patches)
     loaded = zoo.load(model)
@@ -102,14 +105,14 @@ def prepare(
     size = usual_size(source)
     written = written or (default_patch(zoo.recipe(model), size),)
     asked = [each.at(*size) for each in written]
-    guard = swapped(loaded, defense, evidence, threshold)
+    guard = swapped(loaded, defense, evidence, threshold, alerts=alerts)
     if defense:
         guard = guard.for_patch(asked[0], *size)
     job = Job(
         guard=guard,
         source=source,
         patches=written,
-        curve=curve_sides(max(asked, key=lambda patch: patch.area), size),
+        curve=curve_sides(max(asked, key=lambda patch: patch.area), size) if curve else (),
         top_k=top_k,
         model=Path(model).stem,
         digest=zoo.digest(loaded),
@@ -231,7 +234,7 @@ def _digest(source: Source) -> str:
 # -- the rule ----------------------------------------------------------------------------------------------------------
 
 
-def swapped(guard: Guard[Any], defense: str, evidence: str, threshold: str) -> Guard[Any]:
+def swapped(guard: Guard[Any], defense: str, evidence: str, threshold: str, *, alerts: bool = False) -> Guard[Any]:
     """Return the guard with another aggregation, evidence or threshold; the same guard where none is given.
 
     Another defense brings its own kind of evidence; `evidence` names one instead. The drift stays. Its masks are not
@@ -248,7 +251,7 @@ def swapped(guard: Guard[Any], defense: str, evidence: str, threshold: str) -> G
         if not isinstance(rule, RobustMasking):
             raise InputError(f"`--threshold` belongs to RobustMasking; got {type(rule).__name__}. Leave it out.")
         rule = replace(rule, threshold=_fraction(threshold))
-    if isinstance(rule, MaskedAgreement):
+    if isinstance(rule, MaskedAgreement) and not alerts:
         raise InputError("`--defense` must prove labels; MaskedAgreement detects attacks. Use it from Python.")
     return (
         guard

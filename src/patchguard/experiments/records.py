@@ -95,6 +95,11 @@ class Folder:
                 raise InputError(f"{self.path} holds records without run.json. {_ANEW}")
             self.write("run.json", {"format": FORMAT, **run})
             return
+        if there.get("kind") != run.get("kind"):
+            raise InputError(
+                f"{self.path} holds a run of another kind: {there.get('kind')}, not {run.get('kind')}. "
+                "Give another --out, or remove that folder."
+            )
         kept, wanted = there["settings"], run["settings"]
         names = [name for name in {**kept, **wanted} if name not in FREE and kept.get(name) != wanted.get(name)]
         if names:

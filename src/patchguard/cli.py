@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from patchguard import __version__
+from patchguard.commands.attack import attack
 from patchguard.commands.audit import audit
 from patchguard.commands.certify import certify
 from patchguard.commands.data import app as data
@@ -61,6 +62,7 @@ def options(
 
 app.command(epilog="Example: patchguard certify --data photos --patch 2%")(certify)
 app.command(epilog="Example: patchguard predict 'photos/*.jpg' --patch 2%")(predict)
+app.command(epilog="Example: patchguard attack --data sample --patch 5 --steps 20 --limit 100")(attack)
 app.command(epilog="Example: patchguard models")(models)
 app.command(epilog="Example: patchguard audit --model bagnet17 --size 224x300")(audit)
 app.add_typer(data, name="data")

@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from patchguard.errors import InputError
-from patchguard.experiments.page import cards, comparison, notes, results
-from patchguard.experiments.page.files import Picture, Run, read_gallery, read_run
+from patchguard.experiments.page import attack, cards, comparison, notes, results
+from patchguard.experiments.page.attack_files import AttackPicture, AttackRun, read_attack, read_attack_gallery
+from patchguard.experiments.page.files import Picture, Run, read_gallery, read_kind, read_run
 from patchguard.experiments.page.markup import Markup, join, tag
 from patchguard.experiments.page.numbers import count
 
 NAME = "report.html"
+ATTACK_STYLES = ("page.css", "attack.css")
 SHORT = {
     "charts": "Charts",
     "failures": "Unread images",
@@ -31,14 +33,27 @@ def write(folders: Sequence[Path]) -> Path:
     """
     if not folders:
         raise InputError("`folders` must name at least one run folder; got none.")
-    runs = [read_run(Path(folder)) for folder in folders]
-    page = of_runs(runs) if len(runs) > 1 else of_run(runs[0], read_gallery(runs[0].folder))
-    path = runs[0].folder / NAME
+    places = [Path(folder) for folder in folders]
+    kinds = {read_kind(place) for place in places}
+    if len(kinds) > 1:
+        raise InputError(f"`folders` must hold runs of one kind; got {' and '.join(sorted(kinds))}. Report them apart.")
+    page = _of_attacks(places) if kinds == {"attack"} else _of_certified(places)
+    path = places[0] / NAME
     try:
         _replace(path, page)
     except OSError as error:
         raise InputError(f"`{path}` cannot be written: {error.strerror or error}.") from None
     return path
+
+
+def _of_certified(places: Sequence[Path]) -> str:
+    runs = [read_run(place) for place in places]
+    return of_runs(runs) if len(runs) > 1 else of_run(runs[0], read_gallery(places[0]))
+
+
+def _of_attacks(places: Sequence[Path]) -> str:
+    runs = [read_attack(place) for place in places]
+    return of_attacks(runs) if len(runs) > 1 else of_attack(runs[0], read_attack_gallery(places[0]))
 
 
 def of_run(run: Run, pictures: Sequence[Picture]) -> str:
@@ -72,12 +87,43 @@ def of_runs(runs: Sequence[Run]) -> str:
     return _page(kicker, comparison.headline(runs), comparison.opening(runs), sections, runs[0])
 
 
+def of_attack(run: AttackRun, pictures: Sequence[AttackPicture]) -> str:
+    """Return the page of one attack."""
+    sections = [
+        ("refuted", "Refuted certificates", attack.refuted(run)),
+        ("results", "Results", tag("div", attack.table(run), class_="wide") if run.clean else None),
+        ("pictures", "Pictures", attack.gallery(run, pictures)),
+        ("failures", "Images that could not be read", notes.failures(run)),
+        ("settings", "Settings and environment", notes.settings(run)),
+        ("proof", "What a failed attack does not prove", attack.meaning(run)),
+    ]
+    about = [str(run.settings[key]) for key in ("attack", "model", "defense", "data")]
+    kicker = " \u00b7 ".join(["PatchGuard attack", *about, count(run.images, "image")])
+    return _page(kicker, attack.headline(run), attack.opening(run), sections, run, ATTACK_STYLES)
+
+
+def of_attacks(runs: Sequence[AttackRun]) -> str:
+    """Return the page that compares attacks."""
+    sections = [
+        ("runs", "Runs", attack.compared(runs)),
+        ("differences", "Settings that differ", comparison.differences(runs)),
+    ]
+    kicker = f"PatchGuard comparison \u00b7 {len(runs)} attacks"
+    return _page(kicker, attack.compared_headline(runs), attack.limits(), sections, runs[0], ATTACK_STYLES)
+
+
 def _page(
-    kicker: str, headline: Markup, opening: Markup, sections: Sequence[tuple[str, str, Markup | None]], run: Run
+    kicker: str,
+    headline: Markup,
+    opening: Markup,
+    sections: Sequence[tuple[str, str, Markup | None]],
+    run: Run | AttackRun,
+    styles: Sequence[str] = ("page.css",),
 ) -> str:
     filled = [(identity, title, content) for identity, title, content in sections if content is not None]
     links = (tag("a", SHORT.get(identity, title), href=f"#{identity}") for identity, title, _ in filled)
-    style = Path(__file__).with_name("page").joinpath("page.css").read_text(encoding="utf-8")
+    home = Path(__file__).with_name("page")
+    style = "".join(home.joinpath(name).read_text(encoding="utf-8") for name in styles)
     head = tag(
         "head",
         tag("meta", charset="utf-8"),

@@ -76,7 +76,7 @@ def _key() -> Markup:
     ]
     swatches = []
     for name, words in entries:
-        mark = tag("svg", _rectangle(3, 3, 26, 14, name), viewBox="0 0 32 20", class_="swatch", aria_hidden="true")
+        mark = tag("svg", rectangle(3, 3, 26, 14, name), viewBox="0 0 32 20", class_="swatch", aria_hidden="true")
         swatches.append(tag("li", mark, words))
     return tag("ul", *swatches, class_="legend key")
 
@@ -84,11 +84,11 @@ def _key() -> Markup:
 def _card(run: Run, picture: Picture, colour: str) -> Markup:
     height, width = picture.size
     label, rival = run.class_name(picture.label), run.class_name(picture.rival)
-    strongest = _strongest(picture)
+    scale = strongest(picture.evidence, picture.rival_evidence)
     small = "pixelated" if max(picture.pixels.shape) < SMOOTH_FROM else None
-    shown = tag("img", src=_png(picture.pixels), alt=_described(picture, label), class_=small)
+    shown = tag("img", src=png(picture.pixels), alt=_described(picture, label), class_=small)
     maps = [
-        tag("img", src=_png(_heat(values, strongest)), alt="", class_=f"heat {name}")
+        tag("img", src=png(heat(values, scale)), alt="", class_=f"heat {name}")
         for name, values in (("of-label", picture.evidence), ("of-rival", picture.rival_evidence))
     ]
     # A tall picture must not make a card that fills a phone's screen twice.
@@ -120,10 +120,10 @@ def _drawn(picture: Picture) -> Markup:
     parts = []
     for name, box in (("mask", picture.mask), ("window", picture.window)):
         for top, bottom, left, right in _unrolled(box, picture.grid) if box else ():
-            parts.append(_rectangle(left * columns, top * rows, (right - left) * columns, (bottom - top) * rows, name))
+            parts.append(rectangle(left * columns, top * rows, (right - left) * columns, (bottom - top) * rows, name))
     if picture.box is not None:
         top, left, tall, wide = picture.box
-        parts.append(_rectangle(left, top, wide, tall, "place"))
+        parts.append(rectangle(left, top, wide, tall, "place"))
     return tag("svg", *parts, viewBox=f"0 0 {width} {height}", preserveAspectRatio="none", aria_hidden="true")
 
 
@@ -137,32 +137,33 @@ def _arcs(start: int, stop: int, size: int) -> list[tuple[int, int]]:
     return [(start, stop)] if stop <= size else [(start, size), (0, min(stop - size, size))]
 
 
-def _rectangle(x: Number, y: Number, width: Number, height: Number, name: str) -> Markup:
+def rectangle(x: Number, y: Number, width: Number, height: Number, name: str) -> Markup:
     """Return a rectangle drawn twice, dark below bright, so that it is seen on any picture."""
     place = {"x": round(x, 3), "y": round(y, 3), "width": round(width, 3), "height": round(height, 3)}
     return join(tag("rect", **place, class_="casing"), tag("rect", **place, class_=name))
 
 
-def _strongest(picture: Picture) -> float:
+def strongest(*maps: npt.NDArray[np.float32]) -> float:
     """Return the evidence that gets full colour: all but the strongest 2 % of cells stay below it."""
-    levels = np.abs(_finite(np.stack([picture.evidence, picture.rival_evidence])))
+    levels = np.abs(finite(np.stack(maps)))
     return float(np.quantile(levels, 0.98)) or float(levels.max()) or 1.0
 
 
-def _finite(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def finite(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Return evidence with nothing in it that has no colour."""
     return np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def _heat(values: npt.NDArray[np.float32], strongest: float) -> npt.NDArray[np.uint8]:
+def heat(values: npt.NDArray[np.float32], strongest: float) -> npt.NDArray[np.uint8]:
     """Return evidence as colours with opacity (rows, columns, 4)."""
-    level = np.clip(_finite(values) / strongest, -1, 1)
+    level = np.clip(finite(values) / strongest, -1, 1)
     colours = np.zeros((*values.shape, 4), dtype=np.uint8)
     colours[..., :3] = np.where(level[..., None] >= 0, WARM, COOL)
     colours[..., 3] = np.round(255 * STRONGEST * np.abs(level) ** FADING)
     return colours
 
 
-def _png(pixels: npt.NDArray[np.uint8]) -> str:
+def png(pixels: npt.NDArray[np.uint8]) -> str:
     """Return pixels as the address of an image that the page carries itself."""
     from PIL import Image
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from patchguard.experiments.page.attack_files import AttackRun
 from patchguard.experiments.page.charts import COLOURS, Line, legend, line_chart, line_swatch, meter
 from patchguard.experiments.page.files import Run, Share
 from patchguard.experiments.page.markup import Markup, join, tag
@@ -16,7 +17,7 @@ NOTES = {
 }
 
 
-def names(runs: Sequence[Run]) -> list[str]:
+def names(runs: Sequence[Run | AttackRun]) -> list[str]:
     """Return a different name for every run: its folder's, with the folder above it or a number where needed."""
     places = [run.folder.resolve() for run in runs]
     found = [place.name for place in places]
@@ -89,17 +90,18 @@ def table(runs: Sequence[Run]) -> Markup:
             against = run.patches.get(patch)
             note = ", masks refitted" if against and against.masks != "own" else ""
             note += ", right or wrong" if against and labelled and not run.labelled else ""
-            cells.append(_cell(against.main if against else None, "is-certified", note))
+            cells.append(cell(against.main if against else None, "is-certified", note))
         if labelled:
             clean = run.patches[run.patch].clean
-            cells += [_cell(clean, "is-clean"), _cell(run.undefended, "is-plain")]
+            cells += [cell(clean, "is-clean"), cell(run.undefended, "is-plain")]
         details = tag("small", about, tag("br"), count(run.images, "image"))
         rows.append(tag("tr", tag("th", tag("b", name), details, scope="row"), *cells))
     head = tag("thead", tag("tr", *(tag("th", words, scope="col") for words in heads)))
     return scroll(tag("table", head, tag("tbody", *rows), class_="runs"), "One row per run")
 
 
-def _cell(share: Share | None, colour: str, note: str = "") -> Markup:
+def cell(share: Share | None, colour: str, note: str = "") -> Markup:
+    """Return one share of one run."""
     if share is None:
         return tag("td", "not measured", class_="soft")
     small = tag("small", interval(share.low, share.high), tag("br"), f"{share.right:,} of {share.of:,}{note}")
@@ -130,7 +132,7 @@ def curves(runs: Sequence[Run]) -> Markup | None:
     return tag("div", *figures, class_="columns") if figures else None
 
 
-def differences(runs: Sequence[Run]) -> Markup:
+def differences(runs: Sequence[Run | AttackRun]) -> Markup:
     """Return the settings and versions in which the runs are not all alike."""
     found = [dict(flattened(run.settings)) | dict(flattened(run.environment, "environment ")) for run in runs]
     keys = [key for key in dict.fromkeys(key for each in found for key in each) if len({e.get(key) for e in found}) > 1]

@@ -4,6 +4,7 @@ import json
 import math
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -195,14 +196,14 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """Return the finished run in a folder; refuse an unfinished or damaged one."""
-    run = _json(folder, "run.json", f"`{folder}` must be a folder that `patchguard certify --out` has written")
-    summary = _json(
+    run = read_json(folder, "run.json", f"`{folder}` must be a folder that `patchguard certify --out` has written")
+    summary = read_json(
         folder,
         "summary.json",
         f"`{folder}` must hold a finished run; start it again with the same settings and it goes on where it was",
     )
-    _check_format(run)
-    _check_format(summary)
+    check_format(run)
+    check_format(summary)
     settings = run.at("settings")
     chosen = [name.text() for name in settings.at("patches").members()]
     measured = {name: _against(entry) for name, entry in summary.at("patches").items()}
@@ -229,11 +230,19 @@ def read_run(folder: Path) -> Run:
         margins={name: _margins(entry) for name, entry in margins.items()} if margins else {},
         # A run that had nothing left to do has no rate.
         seconds={name: entry.number() for name, entry in seconds.items() if entry.value is not None} if seconds else {},
-        failures=_failures(folder, errors),
+        failures=read_failures(folder, errors),
     )
 
 
-def _json(folder: Path, name: str, otherwise: str) -> Entry:
+def read_kind(folder: Path) -> str:
+    """Return what kind of run a folder holds: certify or attack."""
+    run = read_json(folder, "run.json", f"`{folder}` must be a folder that `patchguard certify --out` has written")
+    kind = run.get("kind")
+    return kind.text() if kind else "certify"
+
+
+def read_json(folder: Path, name: str, otherwise: str) -> Entry:
+    """Return the contents of a JSON file."""
     path = folder / name
     try:
         return Entry(json.loads(path.read_bytes()), str(path))
@@ -245,7 +254,8 @@ def _json(folder: Path, name: str, otherwise: str) -> Entry:
         raise InputError(f"`{path}` is damaged: it is not JSON. Let `patchguard certify` write it again.") from None
 
 
-def _check_format(file: Entry) -> None:
+def check_format(file: Entry) -> None:
+    """Raise unless the file has the format that this release writes."""
     if file.at("format").value != 1:
         raise file.at("format").wrong("1, the format that this release knows")
 
@@ -288,7 +298,7 @@ def _margins(entry: Entry) -> Margins:
     return Margins(edges, groups)
 
 
-def _failures(folder: Path, errors: int) -> list[tuple[str, str]]:
+def read_failures(folder: Path, errors: int) -> list[tuple[str, str]]:
     """Return name and reason of the first images that could not be read; the summary only counts them."""
     found: list[tuple[str, str]] = []
     for path in sorted(folder.glob("records-*.jsonl")) if errors else []:
@@ -335,21 +345,28 @@ class Picture:
 def read_gallery(folder: Path) -> list[Picture]:
     """Return the pictures of a run folder."""
     wanted = f"`{folder}` must hold the pictures of its run; let `patchguard certify` write them again"
-    entries = _json(folder, "gallery.json", wanted).members()
+    entries = read_json(folder, "gallery.json", wanted).members()
     path = folder / "gallery.npz"
+    with read_arrays(path, wanted, "Let `patchguard certify` write it again.") as archive:
+        return [_picture(entry, place, archive, path) for place, entry in enumerate(entries)]
+
+
+@contextmanager
+def read_arrays(path: Path, wanted: str, again: str) -> Iterator[Any]:
+    """Yield an archive of arrays; one that is missing or damaged, even where it is used, is an error of its user."""
     try:
         # Opened here, since numpy leaves a damaged archive open.
         with path.open("rb") as file:
             archive = np.load(file, allow_pickle=False)
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise ValueError("it is not an archive of arrays")
-            return [_picture(entry, place, archive, path) for place, entry in enumerate(entries)]
+            yield archive
     except FileNotFoundError:
-        raise InputError(f"{wanted}; gallery.npz is missing.") from None
+        raise InputError(f"{wanted}; {path.name} is missing.") from None
     except InputError:
         raise
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
-        raise InputError(f"`{path}` is damaged: {error}. Let `patchguard certify` write it again.") from None
+        raise InputError(f"`{path}` is damaged: {error}. {again}") from None
 
 
 def _picture(entry: Entry, place: int, archive: Any, path: Path) -> Picture:

@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from patchguard.experiments.page.attack_files import AttackRun
 from patchguard.experiments.page.files import Run
 from patchguard.experiments.page.markup import Markup, join, prose, tag
 from patchguard.experiments.page.numbers import count, percent, short, size
@@ -129,7 +130,7 @@ def _lines(code: str) -> str:
     return "\n".join(join(line) for line in code.split("\n"))
 
 
-def failures(run: Run) -> Markup | None:
+def failures(run: Run | AttackRun) -> Markup | None:
     """Return how many images could not be read, and the first of them."""
     if not run.errors:
         return None
@@ -149,7 +150,7 @@ def failures(run: Run) -> Markup | None:
     )
 
 
-def settings(run: Run) -> Markup:
+def settings(run: Run | AttackRun) -> Markup:
     """Return every setting, the environment and the times."""
     shown = [
         (SETTING_WORDS.get(name, _words(name)), value)

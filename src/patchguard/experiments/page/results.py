@@ -97,35 +97,42 @@ def _parts(against: Against) -> list[tuple[str, int, str]]:
 
 def table(run: Run) -> Markup:
     """Return every measured share with its interval, first without an attack, then per patch."""
-    head = ("What is measured", "Share", f"95{SPACE}% interval", "Images")
     bodies = []
     if run.labelled:
-        rows = [_row("Undefended network", run.undefended, "is-plain")] if run.undefended else []
+        rows = [row("Undefended network", run.undefended, "is-plain")] if run.undefended else []
         seen: set[tuple[str, Share]] = set()
         for name, against in run.patches.items():
             masks = "own masks" if against.masks == "own" else f"masks refitted to {size(name)}"
             if against.clean is not None and (masks, against.clean) not in seen:
                 seen.add((masks, against.clean))
-                rows.append(_row(f"Defended, {masks}", against.clean, "is-clean"))
-        bodies.append(_body("Right without an attack (clean accuracy)", rows))
+                rows.append(row(f"Defended, {masks}", against.clean, "is-clean"))
+        bodies.append(body("Right without an attack (clean accuracy)", rows))
     for name, against in run.patches.items():
-        rows = [_row("Certified accuracy: right, and proved to stay", against.certified, "is-certified")]
+        rows = [row("Certified accuracy: right, and proved to stay", against.certified, "is-certified")]
         if against.certified is None:
-            rows.append(_row("Label proved to stay", against.proved, "is-certified"))
+            rows.append(row("Label proved to stay", against.proved, "is-certified"))
         else:
-            rows.append(_row("Proved to stay, right or wrong", against.proved, "is-proved"))
+            rows.append(row("Proved to stay, right or wrong", against.proved, "is-proved"))
         refitted = "" if against.masks == "own" else ", masks refitted to it"
-        bodies.append(_body(f"Against any {threat(name)}{refitted}", rows))
+        bodies.append(body(f"Against any {threat(name)}{refitted}", rows))
+    return shares(bodies)
+
+
+def shares(bodies: Sequence[Markup]) -> Markup:
+    """Return the table of shares."""
+    head = ("What is measured", "Share", f"95{SPACE}% interval", "Images")
     cells = (tag("th", words, scope="col") for words in head)
     return tag("table", tag("thead", tag("tr", *cells)), *bodies, class_="shares")
 
 
-def _body(title: str, rows: Sequence[Markup | None]) -> Markup:
+def body(title: str, rows: Sequence[Markup | None]) -> Markup:
+    """Return rows of the table of shares below their title."""
     heading = tag("tr", tag("th", title, colspan=4, scope="rowgroup"), class_="group")
     return tag("tbody", heading, *rows)
 
 
-def _row(name: str, share: Share | None, colour: str) -> Markup | None:
+def row(name: str, share: Share | None, colour: str) -> Markup | None:
+    """Return one share with its interval."""
     if share is None:
         return None
     return tag(

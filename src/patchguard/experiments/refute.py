@@ -1,0 +1,321 @@
+"""`refute`: attack every image of a job, and try to break what is certified; goes on where it was after a stop.
+
+A certificate says that no patch changes the label. Here an attack tries. Whatever it finds is judged anew, from 8-bit
+pixels, by the guard's own rule. If it ever changes a certified label, one of the two is wrong, and everything that is
+needed to see it is kept in the folder `refuted`: both images, the evidence before and after, the seed, and the command.
+"""
+
+import io
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from jaxtyping import UInt8
+from torch import Tensor
+
+from patchguard import __version__, runtime
+from patchguard.attacks import Attack
+from patchguard.attacks.base import is_broken
+from patchguard.certificate import Prediction
+from patchguard.certificate_file import image_digest
+from patchguard.data.decode import Unreadable, decode
+from patchguard.errors import InputError
+from patchguard.evidence import EvidenceMap
+from patchguard.experiments import attack_gallery
+from patchguard.experiments.batches import Batch, Failure
+from patchguard.experiments.gallery import Draw
+from patchguard.experiments.gap import GROUPS, Gap, group, measure
+from patchguard.experiments.job import Job, as_floats
+from patchguard.experiments.loop import NOT_FINITE, Loop, Outcome, check_complete, entered, placed, pool
+from patchguard.experiments.plan import Task
+from patchguard.experiments.records import FORMAT, Folder, Record
+
+EACH = 8  # pictures per group in the report
+ELSEWHERE = ("top_k", "curve", "certificates")  # settings of certify that an attack has not
+
+Progress = Callable[["Hunt"], None]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """An attack on the images of a job.
+
+    `numbers` are the numbers from which the randomness of each image is derived, by default its place. `command` is
+    what a user types to repeat the run, and `model` the word for the model in it.
+    """
+
+    job: Job
+    attack: Attack
+    name: str
+    aim: int | None = None
+    seed: int = 0
+    numbers: tuple[int, ...] | None = None
+    command: tuple[str, ...] = ()
+    model: str = ""
+
+    def settings(self) -> dict[str, Any]:
+        """Return every setting as JSON values, for run.json."""
+        known = {name: value for name, value in self.job.settings().items() if name not in ELSEWHERE}
+        return {
+            **known,
+            "attack": self.name,
+            "budget": budget_of(self.attack),
+            "aim": self.aim,
+            "seed": self.seed,
+            "numbers": None if self.numbers is None else list(self.numbers),
+        }
+
+    def number(self, place: int) -> int:
+        """Return the number that the randomness of an image is derived from."""
+        return place if self.numbers is None else self.numbers[place]
+
+    def repeating(self, place: int) -> str:
+        """Return the command that attacks one image again."""
+        return shlex.join([*self.command, "--only", str(self.number(place))])
+
+
+def budget_of(attack: Attack) -> dict[str, Any]:
+    """Return the settings of an attack as JSON values."""
+    found: dict[str, Any] = asdict(attack)  # type: ignore[call-overload]
+    plain = (bool, int, float, str, type(None))
+    return {name: value if isinstance(value, plain) else repr(value) for name, value in found.items()}
+
+
+@final
+class Hunt:
+    """The counts of an attack, and the images of which pictures are kept."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.gap = Gap(settings)
+        self.draw = Draw(EACH)
+        self.images = 0
+
+    def add(self, record: Record) -> None:
+        """Count one record."""
+        self.gap.add(record)
+        self.images = self.gap.images
+        if "error" not in record and record["places"] is not None:
+            self.draw.offer(group(record), record)
+
+
+def refute(
+    trial: Trial, path: Path, *, device: str = "auto", batch_size: int | None = None, progress: Progress | None = None
+) -> Outcome | None:
+    """Attack every image that the folder has no record of, and sum up; `summary["refuted"]` lists what must not be.
+
+    Returns None in every process of a torchrun but the first.
+    """
+    place, at_once = placed(trial.job, device, batch_size)
+    trial.job.guard.model.requires_grad_(False)  # once, before several threads ask for gradients to pixels
+    folder, first = Folder(path), runtime.rank() == 0
+    settings = trial.settings()
+    with entered(folder, _stamp(settings)) as barrier:
+        finished = folder.summary()
+        if finished is not None:
+            return Outcome(finished, before=True) if first else None
+        work = _Work(trial, Loop(trial.job, Hunt(settings), place, at_once, "attacked"), path)
+        _make(path / "attacked")
+        work.loop.go_on(folder, work.answered, progress)
+        barrier()
+        return Outcome(_finish(folder, settings, work), before=False) if first else None
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise InputError(f"`--out` must be a folder to write in; got {folder}: {error.strerror}.") from None
+
+
+def _stamp(settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "kind": "attack",
+        "settings": {**settings, "shards": runtime.world_size()},
+        "environment": runtime.environment(),
+        "version": __version__,
+    }
+
+
+def _finish(folder: Folder, settings: dict[str, Any], work: "_Work") -> dict[str, Any]:
+    """Sum up the records of all shards. The summary comes last: where it is, everything else is."""
+    found = measure(folder.records(), settings)
+    check_complete(found, work.trial.job, folder, "attacked")
+    hunt = Hunt(settings)
+    for record in folder.records():
+        hunt.add(record)
+    chosen = hunt.draw.taken(GROUPS)
+    for _, record in chosen:
+        work.loop.refusal((record["size"][0], record["size"][1]))  # traces the network where that is still to be done
+    with pool(work.loop.workers) as workers:
+        attack_gallery.save(folder, chosen, list(workers.map(work.view, [record for _, record in chosen])))
+    stamp = folder.run() or {}
+    summary = {
+        "format": FORMAT,
+        **found,
+        "seconds": work.loop.seconds(found["images"]),
+        "settings": stamp["settings"],
+        "environment": stamp["environment"],
+    }
+    folder.write("summary.json", summary)
+    return summary
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Work:
+    """What an attack does with a batch; called by several threads at once."""
+
+    trial: Trial
+    loop: Loop[Hunt]
+    path: Path
+
+    def answered(self, batch: Batch) -> list[Record]:
+        """Attack a batch and return its records; pictures and what refutes a certificate are written before."""
+        try:
+            task = self.loop.plan(batch.size).tasks[0]
+        except InputError as error:
+            return self.loop.failures(batch, error)
+        evidence = self._evidence(batch)
+        finite = evidence.finite.tolist()
+        made = [
+            self.loop.failure(Failure(place, NOT_FINITE))
+            for place, good in zip(batch.places, finite, strict=True)
+            if not good
+        ]
+        rows = [row for row, good in enumerate(finite) if good]
+        if not rows:
+            return made
+        if len(rows) < len(finite):
+            evidence = evidence[torch.tensor(rows, device=evidence.values.device)]
+            batch = Batch(tuple(batch.places[row] for row in rows), batch.images[rows])
+        return made + self._attacked(batch, task, evidence)
+
+    @torch.no_grad()
+    def _evidence(self, batch: Batch) -> EvidenceMap:
+        return self.trial.job.guard.evidence(self.loop.forward(batch))
+
+    def _attacked(self, batch: Batch, task: Task, evidence: EvidenceMap) -> list[Record]:
+        trial, defense = self.trial, task.guard.defense
+        answer = defense.predict(evidence)
+        proof = defense.certify(evidence, task.windows, answer.label)
+        targets = trial.job.source.targets
+        target = answer.label
+        if targets is not None:
+            target = torch.tensor([targets[place] for place in batch.places], device=answer.label.device)
+        aim = None if trial.aim is None else torch.full_like(target, trial.aim)
+        tried = ~is_broken(answer, target, aim)
+        if aim is not None:
+            tried &= target != aim
+        began = time.perf_counter()
+        images = as_floats(batch.images.to(self.loop.device, non_blocking=True))
+        numbers = [trial.number(place) for place in batch.places]
+        found = trial.attack(task.guard, images, target, task.patch, aim=aim, seed=trial.seed, numbers=numbers)
+        pixels = (found.images * 255).round().to(torch.uint8).cpu()
+        self.loop.spent(began)
+        after = self._evidence(
+            Batch(batch.places, pixels)
+        )  # of what a file holds, not of what the attack computed with
+        reply: Prediction = defense.predict(after)
+        broken = is_broken(reply, target, aim)
+        flipped = reply.label != answer.label
+        if reply.alert is not None:
+            flipped &= ~reply.alert
+        columns = {
+            "label": answer.label,
+            "margin": torch.where(proof.margin.isfinite(), proof.margin, torch.nan),
+            "certified": proof.margin > 0,
+            "rival": proof.rival,
+            "attacked": reply.label,
+            "broken": broken,
+            "refuted": (proof.margin > 0) & flipped,
+            "places": found.places,
+        }
+        if reply.alert is not None:
+            columns["alert"] = reply.alert
+        listed = {name: column.tolist() for name, column in columns.items()}
+        untouched = (~tried).tolist()
+        made = []
+        for row, place in enumerate(batch.places):
+            record: Record = {
+                **self.loop.named(place),
+                "size": list(batch.size),
+                "image": image_digest(batch.images[row]),
+                **{name: column[row] for name, column in listed.items()},
+                "patch": [task.patch.height, task.patch.width],
+                "masks": task.masks,
+                "seed": trial.seed,
+            }
+            if record["margin"] != record["margin"]:  # an undefended sum has no margin at all
+                record["margin"] = None
+            if untouched[row]:
+                record["places"] = None
+            self._keep(record, pixels[row])
+            if record["refuted"]:
+                pair = (batch.images[row], pixels[row])
+                self._refuted(record, task, pair, evidence.values[row], after.values[row], evidence.scale)
+            made.append(record)
+        return made
+
+    def _keep(self, record: Record, pixels: UInt8[Tensor, "3 _ _"]) -> None:
+        """Write the attacked image if the report may want to show it."""
+        if record["places"] is None or self.loop.done[record["index"]]:
+            return
+        with self.loop.lock:
+            wanted = self.loop.tally.draw.wants(group(record), record["index"])
+        if wanted:
+            Folder(self.path / "attacked").write_bytes(f"{record['index']:06d}.png", png(pixels), durable=False)
+
+    def _refuted(
+        self, record: Record, task: Task, images: Sequence[Tensor], before: Tensor, after: Tensor, scale: int
+    ) -> None:
+        """Write what anyone needs to see that a certified label was changed, or to find the attack's mistake."""
+        folder, name = Folder(self.path / "refuted"), f"{record['index']:06d}"
+        _make(folder.path)
+        folder.write_bytes(f"{name}-original.png", png(images[0]))
+        folder.write_bytes(f"{name}-attacked.png", png(images[1]))
+        stored = io.BytesIO()
+        arrays = {"before": before.cpu().numpy(), "after": after.cpu().numpy(), "scale": np.array(scale)}
+        np.savez_compressed(stored, allow_pickle=False, **arrays)
+        folder.write_bytes(f"{name}-evidence.npz", stored.getvalue())
+        alone = task.guard.predict(as_floats(torch.stack(list(images)).to(self.loop.device)))
+        folder.write(
+            f"{name}.json",
+            {
+                "format": FORMAT,
+                "record": record,
+                "labels_alone": alone.label.tolist(),  # of the two files, not in the batch of the run
+                "settings": self.trial.settings(),
+                "environment": runtime.environment(),
+                "repeat": self.trial.repeating(record["index"]),
+                "see": shlex.join(["patchguard", "predict", f"{name}-attacked.png", "--model", self.trial.model]),
+            },
+        )
+
+    @torch.no_grad()
+    def view(self, record: Record) -> attack_gallery.View | None:
+        """Return what the gallery shows of a recorded image; None if one of its files has changed or gone since."""
+        try:
+            original = self.trial.job.source.read(record["index"])
+            attacked = decode(self.path / "attacked" / f"{record['index']:06d}.png")
+        except Unreadable:
+            return None
+        if image_digest(original) != record["image"] or attacked.shape != original.shape:
+            return None
+        return attack_gallery.view(
+            original, attacked, record, self._evidence(Batch((0, 1), torch.stack([original, attacked])))
+        )
+
+
+def png(pixels: UInt8[Tensor, "3 _ _"]) -> bytes:
+    """Return an image as a file that holds exactly these pixels."""
+    from PIL import Image
+
+    held = io.BytesIO()
+    Image.fromarray(np.ascontiguousarray(pixels.permute(1, 2, 0).cpu().numpy())).save(held, "PNG")
+    return held.getvalue()

@@ -22,7 +22,7 @@ REFUTED = 3  # the exit status that says: a certified label was changed
 # What an attack is allowed; a setting that the chosen attack has not is passed over.
 BUDGETS: dict[str, dict[str, Any]] = {
     "quick": {"steps": 20, "locations": 1, "restarts": 1},
-    "paper": {"steps": 500, "locations": 5, "restarts": 1, "step_size": 0.05},
+    "paper": {"steps": 500, "locations": 5, "restarts": 1, "step": 0.05},
 }
 
 
@@ -79,7 +79,7 @@ def attack(
     from patchguard.experiments.job import opened, prepare
     from patchguard.experiments.refute import Trial, refute
 
-    chosen = {"steps": steps, "locations": locations, "restarts": restarts, "step_size": step_size}
+    chosen = {"steps": steps, "locations": locations, "restarts": restarts, "step": step_size}
     asked = {name: value for name, value in chosen.items() if value is not None}
     made = build(attack, **_settings(attack, budget, asked))
     if seed < 0:
@@ -108,7 +108,10 @@ def attack(
         "patch": job.patches[0].key,
         "attack": attack,
         "budget": budget,
-        **asked,
+        "steps": steps,
+        "locations": locations,
+        "restarts": restarts,
+        "step_size": step_size,
         "aim": aim,
         "seed": seed,
         "defense": defense,

@@ -146,14 +146,15 @@ def attack(
 
 def _settings(name: str, budget: str, asked: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of the attack: those of the budget, and those that are asked for one by one."""
-    from dataclasses import fields
+    from dataclasses import MISSING, fields
 
     from patchguard import attacks
 
     if name not in attacks.ATTACKS:
         known = list(attacks.ATTACKS)
         raise InputError(f"`--attack` must be one of {', '.join(known)}; got {name!r}. {nearest(name, known)}")
-    has = [field.name for field in fields(getattr(attacks, attacks.ATTACKS[name]))]
+    known_fields = fields(getattr(attacks, attacks.ATTACKS[name]))
+    has = [field.name for field in known_fields]
     if budget in BUDGETS:
         given = {key: value for key, value in BUDGETS[budget].items() if key in has}
     else:
@@ -163,6 +164,11 @@ def _settings(name: str, budget: str, asked: dict[str, Any]) -> dict[str, Any]:
             raise InputError(
                 f"the attack {name} has no setting `{key}`; it has {', '.join(has) or 'none'}. Leave it out."
             )
+    lacking = [field.name for field in known_fields if field.default is MISSING and field.name not in given]
+    if lacking:
+        raise InputError(f"the attack {name} needs {', '.join(lacking)}; write --budget {lacking[0]}=... .")
+    if "path" in given:
+        attacks.load_patch(given["path"])  # raises here, before anything is written
     return {**given, **asked}
 
 

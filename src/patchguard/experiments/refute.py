@@ -5,11 +5,12 @@ pixels, by the guard's own rule. If it ever changes a certified label, one of th
 needed to see it is kept in the folder `refuted`: both images, the evidence before and after, the seed, and the command.
 """
 
+import hashlib
 import io
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, final
 
@@ -81,10 +82,17 @@ class Trial:
 
 
 def budget_of(attack: Attack) -> dict[str, Any]:
-    """Return the settings of an attack as JSON values."""
-    found: dict[str, Any] = asdict(attack)  # type: ignore[call-overload]
-    plain = (bool, int, float, str, type(None))
-    return {name: value if isinstance(value, plain) else repr(value) for name, value in found.items()}
+    """Return the settings of an attack as JSON values; a file is told by its name and what is in it."""
+    found: dict[str, Any] = {}
+    for each in fields(attack):  # type: ignore[arg-type]
+        value = getattr(attack, each.name)
+        if each.name == "path":
+            found |= {"path": Path(value).name, "path_digest": hashlib.sha256(Path(value).read_bytes()).hexdigest()}
+        elif isinstance(value, (bool, int, float, str, type(None))):
+            found[each.name] = value
+        else:
+            found[each.name] = getattr(value, "__qualname__", type(value).__name__)
+    return found
 
 
 @final

@@ -295,8 +295,8 @@ def test_a_run_cut_anywhere_ends_with_the_same_bytes(run, tmp_path):
 @pytest.fixture(scope="module")
 def uninterrupted(model, tmp_path_factory) -> tuple[list[str], list[str]]:
     """The words of a longer run without its folder, and its records."""
-    root = brightness.draw(tmp_path_factory.mktemp("many"), 40)
-    words = ["attack", "--data", str(root), "--model", model, "--attack", "noise", "--budget", "tries=40"]
+    root = brightness.draw(tmp_path_factory.mktemp("many"), 15)
+    words = ["attack", "--data", str(root), "--model", model, "--attack", "noise", "--budget", "tries=12"]
     words += ["--batch-size", "2", "--device", "cpu", "--out"]
     out = tmp_path_factory.mktemp("uninterrupted") / "run"
     assert CliRunner().invoke(app, [*words, str(out)]).exit_code == 0
@@ -308,7 +308,7 @@ def test_a_killed_run_loses_and_doubles_nothing(uninterrupted, tmp_path):
     out = tmp_path / "run"
     shard = out / "records-00000.jsonl"
     process = start([*words, str(out)])
-    while process.poll() is None and (not shard.exists() or shard.stat().st_size < 4000):
+    while process.poll() is None and (not shard.exists() or shard.stat().st_size < 2000):
         time.sleep(0.002)
     process.send_signal(signal.SIGSTOP)
     second = CliRunner().invoke(app, [*words, str(out)])

@@ -231,6 +231,8 @@ class _Work:
         )  # of what a file holds, not of what the attack computed with
         reply: Prediction = defense.predict(after)
         broken = is_broken(reply, target, aim)
+        if aim is not None:
+            broken &= target != aim  # images of the aim's class cannot be driven to it
         flipped = reply.label != answer.label
         if reply.alert is not None:
             flipped &= ~reply.alert

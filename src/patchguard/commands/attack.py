@@ -274,5 +274,6 @@ def table(summary: dict[str, Any]) -> "Table":
     for words, name in rows:
         share = summary[name]
         found.add_row(words, percent(share), f"{share['right']:,} of {share['of']:,}")
-    found.add_row("proved, but broken", "", f"{len(summary['refuted']):,}")
+    fallen = summary["fallen"]
+    found.add_row("proved, but broken", "must be none", f"{fallen['right']:,} of {fallen['of']:,}")
     return found

@@ -18,8 +18,11 @@ def measure(records: Iterable[Mapping[str, Any]], settings: Mapping[str, Any]) -
     broken      of those that are right and not certified: the attack succeeded. The rest of them is the gap: neither
                 proved nor broken
     proved      no patch changes the label, right or wrong
+    fallen      of those that are proved and were attacked: the label changed all the same, which must not be
+    tried       was attacked at all: wrong images, and those of the aim's class, are not
+    alerts      of those attacked: an alert was raised
     aimed       of a targeted attack: the answer is the aim, of the images that are not of that class
-    refuted     the images whose label was proved to stay, and did not
+    refuted     the images that have fallen
     """
     gap = Gap(settings)
     for record in records:
@@ -70,6 +73,7 @@ class Gap:
         counts["certified"] += right and proved
         counts["proved"] += proved
         counts["tried"] += record["places"] is not None
+        counts["defied"] += proved and record["places"] is not None
         open_ = right and not proved and record["places"] is not None
         counts["open"] += open_
         counts["broken"] += open_ and bool(record["broken"])
@@ -80,6 +84,7 @@ class Gap:
         counts[f"masks {record['masks']}"] += 1
         if record["refuted"]:
             self.refuted.append(record["index"])
+            counts["fallen"] += 1
 
     def summary(self) -> dict[str, Any]:
         """Return summary.json, but for what does not come from records."""
@@ -87,6 +92,7 @@ class Gap:
         found: dict[str, Any] = {"images": self.images, "errors": self.errors, "labelled": self.labelled}
         found |= {name: self._share(name, "read") for name in ("clean", "attacked", "certified", "proved", "tried")}
         found["broken"] = self._share("broken", "open")
+        found["fallen"] = self._share("fallen", "defied")
         found["alerts"] = self._share("alerts", "tried")
         found["aimed"] = None if self.aim is None else self._share("aimed", "others")
         found["masks"] = "mixed" if len(kinds) > 1 else kinds[0] if kinds else None

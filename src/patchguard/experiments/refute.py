@@ -80,6 +80,12 @@ class Trial:
         """Return the command that attacks one image again."""
         return shlex.join([*self.command, "--only", str(self.number(place))])
 
+    def seeing(self, file: str) -> str | None:
+        """Return the command that shows the label of a saved image; None where `predict` would follow another rule."""
+        if {"--defense", "--evidence", "--threshold"} & set(self.command):
+            return None
+        return shlex.join(["patchguard", "predict", file, "--model", self.model])
+
 
 def budget_of(attack: Attack) -> dict[str, Any]:
     """Return the settings of an attack as JSON values; a file is told by its name and what is in it."""
@@ -303,7 +309,7 @@ class _Work:
                 "settings": self.trial.settings(),
                 "environment": runtime.environment(),
                 "repeat": self.trial.repeating(record["index"]),
-                "see": shlex.join(["patchguard", "predict", f"{name}-attacked.png", "--model", self.trial.model]),
+                "see": self.trial.seeing(f"{name}-attacked.png") if task.masks == "own" else None,
             },
         )
 

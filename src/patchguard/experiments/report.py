@@ -23,6 +23,8 @@ SHORT = {
     "settings": "Settings",
     "proof": "What it proves",
     "check": "How to check",
+    "refuted": "Refuted",
+    "meaning": "What it does not prove",
 }
 
 
@@ -95,7 +97,7 @@ def of_attack(run: AttackRun, pictures: Sequence[AttackPicture]) -> str:
         ("pictures", "Pictures", attack.gallery(run, pictures)),
         ("failures", "Images that could not be read", notes.failures(run)),
         ("settings", "Settings and environment", notes.settings(run)),
-        ("proof", "What a failed attack does not prove", attack.meaning(run)),
+        ("meaning", "What a failed attack does not prove", attack.meaning(run)),
     ]
     about = [str(run.settings[key]) for key in ("attack", "model", "defense", "data")]
     kicker = " \u00b7 ".join(["PatchGuard attack", *about, count(run.images, "image")])

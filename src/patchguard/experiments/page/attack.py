@@ -15,7 +15,7 @@ from patchguard.experiments.page.markup import Markup, join, prose, tag
 from patchguard.experiments.page.numbers import SPACE, count, interval, percent, short, threat
 from patchguard.experiments.page.results import body, row, scroll, shares
 
-REFUTED_SHOWN = 10
+REFUTED_SHOWN = 3
 ARROW = "\u2192"
 GROUPS = {
     "refuted": ("Proved, but broken", "is-wrong", "The proof, the field or the attack is wrong. This must not happen."),
@@ -81,8 +81,9 @@ def opening(run: AttackRun) -> Markup:
             f"Of {count(run.broken.of, 'image')} that {'were right' if run.labelled else 'were answered'} without a "
             f"proof, it broke {run.broken.right:,} ({percent(run.broken.share)}, {sure}). "
         )
-    if not run.refuted and run.proved is not None and run.proved.right:
-        words.append(f"Of the {count(run.proved.right, 'certified image')} it broke none.")
+    if run.fallen is not None:
+        found = f"{run.fallen.right:,}" if run.fallen.right else "none"
+        words.append(f"Of {count(run.fallen.of, 'certified image')} it broke {found}.")
     entries = [(f"{found:,} {name}", colour_swatch(colour)) for name, found, colour in parts]
     bar = stack([(found, colour) for _, found, colour in parts])
     return join(tag("div", bar, legend(entries), class_="verdict"), tag("p", *words, class_="lead"))
@@ -105,7 +106,7 @@ def refuted(run: AttackRun) -> Markup | None:
             "changed more than a patch. Both images, the evidence before and after, and the seed were kept.",
         ),
         tag("ul", *items, class_="steps"),
-        tag("p", f"and {more:,} more", class_="soft") if more else None,
+        tag("p", f"and {more:,} more in the folder refuted", class_="soft") if more else None,
     )
 
 
@@ -113,7 +114,7 @@ def _commands(path: Path) -> list[str]:
     """Return the commands that a saved case names; none where it cannot be read."""
     try:
         found = json.loads(path.read_bytes())
-        return [str(found["repeat"]), str(found["see"])]
+        return [found[name] for name in ("repeat", "see") if isinstance(found[name], str)]
     except (OSError, ValueError, KeyError, TypeError):
         return []
 
@@ -142,12 +143,12 @@ def table(run: AttackRun) -> Markup:
 
 
 def _fallen(run: AttackRun) -> Markup | None:
-    """Return how many certified labels were changed, of those that there are."""
-    if run.proved is None or not run.certifies:
+    """Return how many certified labels were changed, of those that were attacked."""
+    if run.fallen is None:
         return None
-    found = tag("td", f"{len(run.refuted):,}", class_="strong")
-    of = tag("td", f"{len(run.refuted):,} of {run.proved.right:,}")
-    return tag("tr", tag("th", "Certified labels that were changed", scope="row"), found, tag("td", "must be 0"), of)
+    name, found = "Certified labels that were changed", f"{run.fallen.right:,} of {run.fallen.of:,}"
+    cells = (tag("td", f"{run.fallen.right:,}", class_="strong"), tag("td", "must be 0"), tag("td", found))
+    return tag("tr", tag("th", name, scope="row"), *cells)
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from patchguard.errors import InputError
 from patchguard.experiments.page.files import Entry, Share, check_format, read_arrays, read_failures, read_json
 
-SHARES = ("clean", "attacked", "certified", "proved", "tried", "broken", "alerts")
+SHARES = ("clean", "attacked", "certified", "proved", "tried", "broken", "fallen", "alerts")
 AGAIN = "Let `patchguard attack` write the folder again."
 
 
@@ -32,6 +32,7 @@ class AttackRun:
     proved: Share | None
     tried: Share | None
     broken: Share | None
+    fallen: Share | None
     alerts: Share | None
     aimed: Share | None
     masks: str

@@ -1,0 +1,173 @@
+"""What the records of an attack add up to, and the page that is made of its folder."""
+
+import json
+from pathlib import Path
+
+import brightness
+import numpy as np
+import pytest
+import torch
+
+from patchguard.attacks import Attack, build
+from patchguard.attacks.adapters import Called
+from patchguard.data.source import Source
+from patchguard.defenses import Undefended
+from patchguard.errors import InputError
+from patchguard.experiments import report
+from patchguard.experiments.gap import group, measure
+from patchguard.experiments.job import Job
+from patchguard.experiments.plan import WrittenPatch
+from patchguard.experiments.records import Folder
+from patchguard.experiments.refute import Trial, budget_of, refute
+
+
+def record(index: int, target: int, label: int, attacked: int, *, certified: bool = False, **more: object) -> dict:
+    """A record of an untargeted attack."""
+    tried = target == label
+    return {
+        "index": index,
+        "target": target,
+        "label": label,
+        "certified": certified,
+        "attacked": attacked,
+        "broken": attacked != target,
+        "refuted": certified and attacked != label,
+        "places": [[0, 0]] if tried else None,
+        "masks": "own",
+        **more,
+    }
+
+
+RECORDS = [
+    record(0, 1, 1, 1, certified=True),  # proved, and held
+    record(1, 1, 1, 0),  # broken
+    record(2, 1, 1, 2),  # broken
+    record(3, 1, 1, 1),  # neither proved nor broken
+    record(4, 1, 2, 2),  # wrong as it is
+    record(5, 1, 2, 2, certified=True),  # wrong, and proved to stay so
+    {"index": 6, "name": "torn.png", "target": 1, "error": "is truncated"},
+]
+SETTINGS = {"labelled": True, "aim": None}
+
+
+def shares(found: dict, *names: str) -> list[tuple[int, int]]:
+    return [(found[name]["right"], found[name]["of"]) for name in names]
+
+
+def test_every_image_is_counted_once_where_it_belongs():
+    found = measure(RECORDS, SETTINGS)
+    assert (found["images"], found["errors"], found["refuted"], found["masks"]) == (7, 1, [], "own")
+    counted = shares(found, "clean", "attacked", "certified", "proved", "tried", "broken", "fallen")
+    assert counted == [(4, 6), (2, 6), (1, 6), (2, 6), (4, 6), (2, 3), (0, 1)]
+    assert [group(each) for each in RECORDS[:4]] == ["withstood", "broken", "broken", "open"]
+
+
+def test_a_fallen_certificate_is_listed_and_lowers_what_is_right_below_what_is_certified():
+    fallen = record(7, 1, 1, 0, certified=True)
+    found = measure([*RECORDS, fallen], SETTINGS)
+    assert found["refuted"] == [7]
+    assert group(fallen) == "refuted"
+    assert shares(found, "attacked", "certified", "fallen", "broken") == [(2, 7), (2, 7), (1, 2), (2, 3)]
+
+
+def test_an_alert_counts_as_an_answer_that_stands():
+    alarmed = record(0, 1, 1, 0, certified=True, alert=True) | {"broken": False, "refuted": False}
+    found = measure([alarmed, record(1, 1, 1, 0, alert=False)], SETTINGS)
+    assert shares(found, "attacked", "alerts", "broken", "fallen") == [(1, 2), (1, 2), (1, 1), (0, 1)]
+
+
+def test_without_true_classes_the_label_is_what_must_stay():
+    found = measure([{**each, "target": None} for each in RECORDS], {"labelled": False, "aim": None})
+    assert shares(found, "clean", "attacked") == [(6, 6), (4, 6)]
+
+
+# -- runs from Python --------------------------------------------------------------------------------------------------
+
+
+def trial(attack: Attack, guard=None, pixels: tuple[int, ...] = (127, 128, 90, 200)) -> Trial:
+    """An attack on pictures of one grey each."""
+    images = [torch.full((3, brightness.SIDE, brightness.SIDE), value, dtype=torch.uint8) for value in pixels]
+    targets = tuple(int(value < 127.5) for value in pixels)
+    names = tuple(f"{place}.png" for place in range(len(pixels)))
+    job = Job(
+        guard=guard or brightness.brightness_guard(),
+        source=Source(names, targets, brightness.NAMES, images.__getitem__),
+        patches=(WrittenPatch.read("2"),),
+        curve=(),
+        top_k=1,
+        model="brightness",
+        digest="",
+        data="grey",
+        certificates=None,
+    )
+    return Trial(job=job, attack=attack, name="mine")
+
+
+def test_any_function_can_be_used_to_refute(tmp_path):
+    def whiten(images, targets):
+        changed = images.clone()
+        changed[:, :, 4:6, 4:6] = (targets == 1).float().view(-1, 1, 1, 1)
+        return changed
+
+    attack = Called(function=whiten)
+    assert "whiten" in budget_of(attack)["function"]
+    plain = brightness.brightness_guard(Undefended())
+    outcome = refute(trial(attack, plain), tmp_path, device="cpu")
+    found = sorted(Folder(tmp_path).records(), key=lambda each: each["index"])
+    assert [each["broken"] for each in found] == [True, True, False, False]
+    assert found[0]["places"] == [[4, 4]]
+    assert outcome.summary["broken"]["right"] == 2
+    assert outcome.summary["refuted"] == []
+
+
+def test_an_attack_that_leaves_its_patch_is_a_mistake_of_the_attack(tmp_path):
+    attack = Called(function=lambda images, targets: 1 - images)
+    with pytest.raises((InputError, RuntimeError)):
+        refute(trial(attack), tmp_path, device="cpu")
+    assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("attack")
+    refute(trial(build("colours")), folder, device="cpu")
+    return folder
+
+
+@pytest.fixture
+def copied(finished, tmp_path) -> Path:
+    for file in finished.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def test_the_page_tells_the_gap_and_opens_offline(copied):
+    page = report.write([copied]).read_text()
+    for words in ("Clean accuracy", "Attacked accuracy", "Certified accuracy", "must be 0", "Certified, and it held"):
+        assert words in page
+    assert "<script" not in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert page.count('class="quartet"') == 4
+
+
+def test_a_damaged_folder_is_one_sentence(copied):
+    (copied / "gallery.npz").write_bytes(b"PK no archive")
+    with pytest.raises(InputError, match=r"gallery\.npz. is damaged"):
+        report.write([copied])
+    summary = json.loads((copied / "summary.json").read_text())
+    (copied / "summary.json").write_text(json.dumps(summary | {"refuted": ["first"]}))
+    with pytest.raises(InputError, match=r"refuted\[0\]. must be a whole number"):
+        report.write([copied])
+    (copied / "summary.json").unlink()
+    with pytest.raises(InputError, match="finished run"):
+        report.write([copied])
+
+
+def test_maps_of_other_shapes_are_refused(copied):
+    with np.load(copied / "gallery.npz") as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    arrays["after_0"] = arrays["after_0"][:2]
+    np.savez(copied / "gallery.npz", **arrays)
+    with pytest.raises(InputError, match="maps of one shape"):
+        report.write([copied])

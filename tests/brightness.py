@@ -4,6 +4,8 @@ Every cell reads 3 x 3 pixels and says how far their mean lies above the thresho
 leave the label alone. Masks one cell too small let a white or black patch through.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ from patchguard import zoo
 from patchguard.data.preprocess import Preprocess
 from patchguard.defenses import Defense, DoubleMasking
 from patchguard.evidence import Evidence
-from patchguard.field import Field
+from patchguard.field import Axis, Field
 from patchguard.guard import Guard
 from patchguard.models import LocalModel, build
 from patchguard.patch import Patch
@@ -28,6 +30,7 @@ THRESHOLD = 127.5 / 255
 STRENGTH = 100.0
 ANY = Windows.sliding(grid=(1, 1), size=(1, 1))
 sound = Windows.reached_by
+derived = Guard._cells
 
 
 def network() -> LocalModel:
@@ -64,14 +67,31 @@ def too_small(patch: Patch, field: Field) -> Windows:
     return Windows(grid=true.grid, rows=rows, columns=columns, pairs=true.pairs, wrap=true.wrap, count=true.count)
 
 
-def plant(patched: pytest.MonkeyPatch) -> None:
+def seen_less(guard: Guard, height: int, width: int) -> Field:
+    """The other planted mistake: cells that are said to read one row and one column less than they do."""
+    true = derived(guard, height, width)
+    rows, columns = (
+        Axis(starts=axis.starts, lengths=tuple(length - 1 for length in axis.lengths), size=axis.size)
+        for axis in (true.rows, true.columns)
+    )
+    return Field(rows, columns)
+
+
+@contextmanager
+def planted(mistake: str = "windows") -> Iterator[None]:
     """Make every certificate wrong."""
+    with pytest.MonkeyPatch.context() as patched:
+        guard_file._reached.cache_clear()
+        if mistake == "windows":
+            patched.setattr(Windows, "reached_by", staticmethod(too_small))
+        else:
+            patched.setattr(Guard, "_cells", seen_less)
+        yield
     guard_file._reached.cache_clear()
-    patched.setattr(Windows, "reached_by", staticmethod(too_small))
 
 
 def draw(folder: Path, count: int, seed: int = 0) -> Path:
-    """Write pictures of one grey each, just above or just below the threshold, and one far above it per class."""
+    """Write pictures of one grey each, just above and just below the threshold, with a little noise."""
     chance = np.random.default_rng(seed)
     for name, grey in (("bright", 128), ("dark", 127)):
         (folder / name).mkdir(parents=True, exist_ok=True)

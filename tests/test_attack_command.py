@@ -140,16 +140,14 @@ def test_images_without_classes_must_keep_their_labels(run, photos, tmp_path):
 # -- a planted mistake -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def unsound(tmp_path, monkeypatch) -> str:
+@pytest.fixture(params=["windows", "field"])
+def unsound(request, tmp_path) -> str:
     """A guard whose windows and masks lack one row and one column of the cells that a patch reaches."""
-    brightness.plant(monkeypatch)
-    yield brightness.save(tmp_path / "unsound.safetensors")
-    monkeypatch.undo()
-    brightness.guard_file._reached.cache_clear()
+    with brightness.planted(request.param):
+        yield brightness.save(tmp_path / "unsound.safetensors")
 
 
-def test_a_certificate_with_windows_one_cell_too_small_is_refuted(run, unsound, photos, tmp_path):
+def test_a_certificate_whose_windows_are_one_cell_too_small_is_refuted(run, unsound, photos, tmp_path):
     out = tmp_path / "run"
     words = ("--model", unsound, "--patch", "2", *GRADIENTS, "--seed", "5", "--out", out)
     shown = run(*words)
@@ -194,20 +192,19 @@ def test_a_certificate_with_windows_one_cell_too_small_is_refuted(run, unsound, 
     assert run(*words).exit_code == 3  # and stays refuted when it is only shown again
 
 
-def test_a_rule_that_detects_promises_the_label_or_an_alert(run, tmp_path, monkeypatch):
+def test_a_rule_that_detects_promises_the_label_or_an_alert(run, tmp_path):
     guarded = brightness.save(tmp_path / "detects.safetensors", MaskedAgreement(masks=brightness.ANY))
     sound = run("--model", guarded, *GRADIENTS, "--out", tmp_path / "sound", "--json")
     assert sound.exit_code == 0, sound.output
     summary = json.loads(sound.stdout)
     assert summary["alerts"]["right"] == 8  # the plain sum falls, and an alert is raised
     assert summary["attacked"]["right"] == summary["certified"]["right"] == 8
-    brightness.plant(monkeypatch)
-    mistaken = brightness.save(tmp_path / "mistaken.safetensors", MaskedAgreement(masks=brightness.ANY))
-    shown = run("--model", mistaken, *GRADIENTS, "--out", tmp_path / "mistaken")
-    monkeypatch.undo()
-    brightness.guard_file._reached.cache_clear()
+    with brightness.planted():
+        mistaken = brightness.save(tmp_path / "mistaken.safetensors", MaskedAgreement(masks=brightness.ANY))
+        shown = run("--model", mistaken, *GRADIENTS, "--out", tmp_path / "mistaken")
     assert shown.exit_code == 3, shown.output
     found = [record for record in Folder(tmp_path / "mistaken").records() if record.get("refuted")]
+    assert found
     assert all(record["attacked"] != record["label"] and not record["alert"] for record in found)
 
 

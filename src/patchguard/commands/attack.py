@@ -51,7 +51,9 @@ def attack(
     ] = None,
     aim: Annotated[str, typer.Option(help="A class by name or number: attack until this is the answer.")] = "",
     seed: Annotated[int, typer.Option(help="With the number of an image, decides all that is random in it.")] = 0,
-    defense: Annotated[str, typer.Option(help=f"Aggregate by another rule: {DEFENSES}.")] = "",
+    defense: Annotated[
+        str, typer.Option(help=f"Aggregate by another rule: {DEFENSES}; MaskedAgreement raises alerts.")
+    ] = "",
     evidence: Annotated[str, typer.Option(help=f"Make another kind of evidence: {EVIDENCE}.")] = "",
     threshold: Annotated[str, typer.Option(help="Detection threshold T of RobustMasking, such as 0.2 or 1/5.")] = "",
     limit: Annotated[int | None, typer.Option(help="So many images only, spread over all.", show_default=False)] = None,
@@ -70,9 +72,9 @@ def attack(
 ) -> None:
     """Attack images: change the pixels of a patch until the label falls; measure the gap between proof and attack.
 
-    Every image is also certified. Should a certified label ever be changed, the run still ends, keeps both images, the
-    evidence and the seed in the folder `refuted`, and exits with status 3. Stopped at any moment and started again, it
-    goes on where it was.
+    Every image is also certified. Should a certified label ever be changed, the run goes on to its end, keeps both
+    images, the evidence and the seed in the folder `refuted`, and exits with status 3. Stopped at any moment and
+    started again, it goes on where it was.
     """
     from patchguard import runtime
     from patchguard.attacks import build

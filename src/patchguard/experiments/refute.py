@@ -126,7 +126,6 @@ def refute(
     Returns None in every process of a torchrun but the first.
     """
     place, at_once = placed(trial.job, device, batch_size)
-    trial.job.guard.model.requires_grad_(False)  # once, before several threads ask for gradients to pixels
     folder, first = Folder(path), runtime.rank() == 0
     settings = trial.settings()
     with entered(folder, _stamp(settings)) as barrier:
@@ -135,7 +134,8 @@ def refute(
             return Outcome(finished, before=True) if first else None
         work = _Work(trial, Loop(trial.job, Hunt(settings), place, at_once, "attacked"), path)
         _make(path / "attacked")
-        work.loop.go_on(folder, work.answered, progress)
+        with runtime.frozen(trial.job.guard.model):  # once: several threads will ask for gradients to pixels
+            work.loop.go_on(folder, work.answered, progress)
         barrier()
         return Outcome(_finish(folder, settings, work), before=False) if first else None
 

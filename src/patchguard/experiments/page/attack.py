@@ -228,7 +228,7 @@ def _caption(run: AttackRun, picture: AttackPicture, label: str, after: str) -> 
         truth = tag("span", f"truth: {run.class_name(picture.target)}", class_="truth")
     margin = [f"margin{SPACE}", tag("b", short(picture.margin)), " \u00b7 "] if run.certifies else []
     other = [] if changed else ["other class ", tag("b", run.class_name(picture.other)), " \u00b7 "]
-    places = "; ".join(f"row {top}, column {left}" for top, left in picture.places)
+    places = "; ".join(f"row{SPACE}{top}, column{SPACE}{left}" for top, left in picture.places)
     facts = tag("span", *margin, *other, f"patch at {places}", class_="facts")
     alert = tag("span", "raises an alert") if picture.alert else None
     return tag(

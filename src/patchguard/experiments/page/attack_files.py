@@ -63,11 +63,14 @@ class AttackRun:
 
 def read_attack(folder: Path) -> AttackRun:
     """Return the finished attack in a folder; refuse an unfinished or damaged one."""
-    run = read_json(folder, "run.json", f"`{folder}` must be a folder that `patchguard attack --out` has written")
+    run = read_json(
+        folder, "run.json", f"`{folder}` must be a folder that `patchguard attack --out` has written", "attack"
+    )
     summary = read_json(
         folder,
         "summary.json",
         f"`{folder}` must hold a finished run; start it again with the same settings and it goes on where it was",
+        "attack",
     )
     check_format(run)
     check_format(summary)
@@ -127,7 +130,7 @@ class AttackPicture:
 def read_attack_gallery(folder: Path) -> list[AttackPicture]:
     """Return the pictures of the folder of an attack."""
     wanted = f"`{folder}` must hold the pictures of its run; let `patchguard attack` write them again"
-    entries = read_json(folder, "gallery.json", wanted).members()
+    entries = read_json(folder, "gallery.json", wanted, "attack").members()
     path = folder / "gallery.npz"
     with read_arrays(path, wanted, AGAIN) as archive:
         return [_picture(entry, place, archive, path) for place, entry in enumerate(entries)]

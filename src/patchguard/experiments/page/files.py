@@ -25,12 +25,14 @@ class Entry:
 
     value: Any
     place: str
+    writer: str = "certify"  # the command that writes such files
 
     def at(self, key: str) -> "Entry":
         """Return the value under a key that must be there."""
         if key not in self.entries():
             raise self.wrong(f"an object with the entry {key!r}")
-        return Entry(self.value[key], f"{self.place}: {key}" if self.place.endswith(".json") else f"{self.place}.{key}")
+        place = f"{self.place}: {key}" if self.place.endswith(".json") else f"{self.place}.{key}"
+        return Entry(self.value[key], place, self.writer)
 
     def get(self, key: str) -> "Entry | None":
         """Return the value under a key, or None where it is missing or null."""
@@ -50,7 +52,7 @@ class Entry:
         """Return the members of a list."""
         if not isinstance(self.value, list):
             raise self.wrong("a list")
-        return [Entry(value, f"{self.place}[{place}]") for place, value in enumerate(self.value)]
+        return [Entry(value, f"{self.place}[{place}]", self.writer) for place, value in enumerate(self.value)]
 
     def text(self) -> str:
         """Return text."""
@@ -88,7 +90,7 @@ class Entry:
         got = repr(self.value)
         return InputError(
             f"`{self.place}` must be {wanted}; got {got if len(got) < 60 else got[:57] + '...'}. "
-            "Let `patchguard certify` write the folder again."
+            f"Let `patchguard {self.writer}` write the folder again."
         )
 
 
@@ -241,17 +243,17 @@ def read_kind(folder: Path) -> str:
     return kind.text() if kind else "certify"
 
 
-def read_json(folder: Path, name: str, otherwise: str) -> Entry:
+def read_json(folder: Path, name: str, otherwise: str, writer: str = "certify") -> Entry:
     """Return the contents of a JSON file."""
     path = folder / name
     try:
-        return Entry(json.loads(path.read_bytes()), str(path))
+        return Entry(json.loads(path.read_bytes()), str(path), writer)
     except FileNotFoundError:
         raise InputError(f"{otherwise}; {name} is missing.") from None
     except OSError as error:
         raise InputError(f"`{path}` cannot be read: {error.strerror or error}.") from None
     except (ValueError, RecursionError):
-        raise InputError(f"`{path}` is damaged: it is not JSON. Let `patchguard certify` write it again.") from None
+        raise InputError(f"`{path}` is damaged: it is not JSON. Let `patchguard {writer}` write it again.") from None
 
 
 def check_format(file: Entry) -> None:

@@ -232,9 +232,8 @@ class _Work:
         found = trial.attack(task.guard, images, target, task.patch, aim=aim, seed=trial.seed, numbers=numbers)
         pixels = (found.images * 255).round().to(torch.uint8).cpu()
         self.loop.spent(began)
-        after = self._evidence(
-            Batch(batch.places, pixels)
-        )  # of what a file holds, not of what the attack computed with
+        # Judged by what a file can hold, not by what the attack computed with.
+        after = self._evidence(Batch(batch.places, pixels))
         reply: Prediction = defense.predict(after)
         broken = is_broken(reply, target, aim)
         if aim is not None:
@@ -255,32 +254,35 @@ class _Work:
         if reply.alert is not None:
             columns["alert"] = reply.alert
         listed = {name: column.tolist() for name, column in columns.items()}
-        untouched = (~tried).tolist()
         made = []
-        for row, place in enumerate(batch.places):
-            record: Record = {
-                **self.loop.named(place),
-                "size": list(batch.size),
-                "image": image_digest(batch.images[row]),
-                **{name: column[row] for name, column in listed.items()},
-                "patch": [task.patch.height, task.patch.width],
-                "masks": task.masks,
-                "seed": trial.seed,
-            }
-            if record["margin"] != record["margin"]:  # an undefended sum has no margin at all
-                record["margin"] = None
-            if untouched[row]:
-                record["places"] = None
-            self._keep(record, pixels[row])
-            if record["refuted"]:
-                pair = (batch.images[row], pixels[row])
-                self._refuted(record, task, pair, evidence.values[row], after.values[row], evidence.scale)
+        for row, touched in enumerate(tried.tolist()):
+            record = self._record(batch, row, task, {name: column[row] for name, column in listed.items()}, touched)
+            if not self.loop.done[record["index"]]:
+                self._keep(record, pixels[row])
+                if record["refuted"]:
+                    pair = (batch.images[row], pixels[row])
+                    self._refuted(record, task, pair, evidence.values[row], after.values[row], evidence.scale)
             made.append(record)
         return made
 
+    def _record(self, batch: Batch, row: int, task: Task, found: Record, touched: bool) -> Record:
+        if found["margin"] != found["margin"]:  # an undefended sum has no margin at all
+            found["margin"] = None
+        if not touched:
+            found["places"] = None
+        return {
+            **self.loop.named(batch.places[row]),
+            "size": list(batch.size),
+            "image": image_digest(batch.images[row]),
+            **found,
+            "patch": [task.patch.height, task.patch.width],
+            "masks": task.masks,
+            "seed": self.trial.seed,
+        }
+
     def _keep(self, record: Record, pixels: UInt8[Tensor, "3 _ _"]) -> None:
         """Write the attacked image if the report may want to show it."""
-        if record["places"] is None or self.loop.done[record["index"]]:
+        if record["places"] is None:
             return
         with self.loop.lock:
             wanted = self.loop.tally.draw.wants(group(record), record["index"])
@@ -323,9 +325,8 @@ class _Work:
             return None
         if image_digest(original) != record["image"] or attacked.shape != original.shape:
             return None
-        return attack_gallery.view(
-            original, attacked, record, self._evidence(Batch((0, 1), torch.stack([original, attacked])))
-        )
+        both = Batch((record["index"],) * 2, torch.stack([original, attacked]))
+        return attack_gallery.view(original, attacked, record, self._evidence(both))
 
 
 def png(pixels: UInt8[Tensor, "3 _ _"]) -> bytes:

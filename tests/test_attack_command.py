@@ -292,8 +292,8 @@ def test_a_run_cut_anywhere_ends_with_the_same_bytes(run, tmp_path):
 @pytest.fixture(scope="module")
 def uninterrupted(model, tmp_path_factory) -> tuple[list[str], list[str]]:
     """The words of a longer run without its folder, and its records."""
-    root = brightness.draw(tmp_path_factory.mktemp("many"), 15)
-    words = ["attack", "--data", str(root), "--model", model, "--attack", "noise", "--budget", "tries=12"]
+    root = brightness.draw(tmp_path_factory.mktemp("many"), 12)
+    words = ["attack", "--data", str(root), "--model", model, "--attack", "noise", "--budget", "tries=8"]
     words += ["--batch-size", "2", "--device", "cpu", "--out"]
     out = tmp_path_factory.mktemp("uninterrupted") / "run"
     assert CliRunner().invoke(app, [*words, str(out)]).exit_code == 0

@@ -127,7 +127,7 @@ def _located(name_or_path: str | Path) -> Path:
         )
     if name == "imagenette_resnet50":
         raise InputError(
-            f"{name!r} is made from a ResNet-50 of your own: python -m patchguard.training.pretrained "
+            f"{name!r} is made of the weights of a ResNet-50 of your own: python -m patchguard.training.pretrained "
             f"resnet50.safetensors zoo/{name}.safetensors (docs/models/{name}.md)."
         )
     raise InputError(f"`{name}` is neither a file nor a known name. {nearest(name, known)}")

@@ -58,13 +58,11 @@ class StudyImages:
 
 def open_model(name: str, weights: str | Path | None) -> Guard[Any]:
     """Return the Guard of a name or path, or the named ResNet-50 made of the tensors in `weights`."""
-    if name in FROM_WEIGHTS:
-        if weights is None:
-            raise InputError(f"`weights` must be the safetensors file of an ImageNet ResNet-50 for {name!r}; got none.")
-        return getattr(pretrained, name)(weights)  # type: ignore[no-any-return]
-    if weights is not None:
+    if weights is None:
+        return zoo.load(name)
+    if name not in FROM_WEIGHTS:
         raise InputError(f"`weights` are for {' and '.join(FROM_WEIGHTS)}; {name!r} has its own. Leave it out.")
-    return zoo.load(name)
+    return getattr(pretrained, name)(weights)  # type: ignore[no-any-return]
 
 
 def open_images(

@@ -54,3 +54,15 @@ def test_several_boxes_get_one_rectangle_each() -> None:
     assert owned[0, 0, 0]
     assert owned[0, -1, -1]
     assert int(covered(places, patch, SIDE, SIDE).sum()) == 8
+
+
+def test_tries_lie_apart_as_far_as_there_is_room() -> None:
+    weights = torch.zeros(1, 12, 12)
+    weights[0, 2:5, 2:5] = 9.0
+    weights[0, 7:10, 7:10] = 1.0
+    first, second, third = (each[0, 0].tolist() for each in heaviest_places(weights, Patch(3), 3, 1))
+    assert first == [2, 2]
+    assert second == [7, 7]
+    assert max(abs(third[0] - 2), abs(third[1] - 2)) >= 3
+    crowded = heaviest_places(torch.rand(1, 4, 4), Patch(3), 4, 1)  # four places, all of which overlap
+    assert len({tuple(each[0, 0].tolist()) for each in crowded}) == 4

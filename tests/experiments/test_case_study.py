@@ -213,8 +213,8 @@ def test_the_command_writes_a_summary_and_figures(tmp_path: Path, capsys):
     assert "neither a file nor a known name" in capsys.readouterr().err
 
 
-def test_a_model_made_of_weights_asks_for_them():
-    with pytest.raises(InputError, match="`weights` must be the safetensors file of an ImageNet ResNet-50"):
+def test_a_model_made_of_weights_says_how():
+    with pytest.raises(InputError, match="made of the weights of a ResNet-50 of your own"):
         open_model("imagenette_resnet50", None)
     with pytest.raises(InputError, match="'cifar10' has its own"):
         open_model("cifar10", "some.safetensors")

@@ -38,17 +38,18 @@ def heaviest_places(
 ) -> list[Places]:
     """Return places for `locations` tries, the heaviest first: all positions on a stride, ranked by what they hold.
 
-    Several rectangles of one try do not overlap, as far as there is room.
+    Neither the first rectangles of the tries nor the several ones of one try overlap, as far as there is room: beside
+    a heavy place lie others that differ from it in nothing.
     """
     found = weight_inside(weights, patch)
     allowed = torch.zeros(found.shape[1:], dtype=torch.bool, device=found.device)
     allowed[::stride, ::stride] = True
-    open_places = allowed.expand(len(found), -1, -1).clone()
+    free = allowed.expand(len(found), -1, -1)
     tries = []
     for _ in range(min(locations, int(allowed.sum()))):
-        first = _best(found, open_places)
-        open_places[torch.arange(len(first), device=first.device), first[:, 0], first[:, 1]] = False
+        first = _best(found, free)
         tries.append(_joined(first, found, allowed, patch))
+        free = _apart(free, first, patch)
     return tries
 
 
@@ -56,14 +57,22 @@ def _joined(first: Tensor, found: Tensor, allowed: Tensor, patch: Patch) -> Plac
     """The first rectangle and the heaviest further ones that do not overlap those before."""
     chosen = [first]
     free = allowed.expand(len(found), -1, -1)
-    top = torch.arange(found.shape[1], device=found.device).view(1, -1, 1)
-    left = torch.arange(found.shape[2], device=found.device).view(1, 1, -1)
     for _ in range(patch.count - 1):
-        row, column = (each.view(-1, 1, 1) for each in chosen[-1].unbind(1))
-        apart = free & (((top - row).abs() >= patch.height) | ((left - column).abs() >= patch.width))
-        free = torch.where(apart.flatten(1).any(1).view(-1, 1, 1), apart, free)
+        free = _apart(free, chosen[-1], patch)
         chosen.append(_best(found, free))
     return torch.stack(chosen, 1)
+
+
+def _apart(free: Tensor, place: Tensor, patch: Patch) -> Bool[Tensor, "batch top left"]:
+    """What is free and does not overlap a rectangle at `place`; where nothing is, all but the place itself."""
+    top = torch.arange(free.shape[1], device=free.device).view(1, -1, 1)
+    left = torch.arange(free.shape[2], device=free.device).view(1, 1, -1)
+    down, along = (top - place[:, 0].view(-1, 1, 1)).abs(), (left - place[:, 1].view(-1, 1, 1)).abs()
+    found = free
+    for height, width in ((1, 1), (patch.height, patch.width)):
+        apart = free & ((down >= height) | (along >= width))
+        found = torch.where(apart.flatten(1).any(1).view(-1, 1, 1), apart, found)
+    return found
 
 
 def _best(found: Tensor, allowed: Tensor) -> Int64[Tensor, "batch 2"]:

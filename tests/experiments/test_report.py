@@ -229,7 +229,7 @@ def test_images_that_could_not_be_read_are_counted_and_the_first_listed(tmp_path
     with (folder / "records-0.jsonl").open("a") as records:
         records.write('{"index": 99, "error": "torn')
     text = written(folder).text
-    assert "14 images of 74 could not be read" in text
+    assert "14 images of 74 got no answer" in text
     assert "broken-9.jpg is truncated" in re.sub(r" +", " ", text)
     assert "broken-10.jpg" not in text
     assert "and 4 more" in text

@@ -63,7 +63,7 @@ class Source:
     def limited(self, count: int, seed: int = 0) -> "Source":
         """Return `count` images, or all where there are fewer: the seeded, even choice of `spread`, in order."""
         if count < 1:
-            raise InputError(f"`count` must be a whole number, 1 or more; got {count}.")
+            raise InputError(f"`limit` must be a whole number, 1 or more; got {count}.")
         return self if count >= len(self) else self.subset(spread(count, len(self), seed))
 
 

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, final
+from typing import Any, final, get_args
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from patchguard.defenses import (
     RobustMasking,
 )
 from patchguard.errors import InputError, nearest
-from patchguard.evidence import Evidence
+from patchguard.evidence import Evidence, Kind
 from patchguard.experiments.plan import Plan, WrittenPatch, curve_sides, make_plan
 from patchguard.guard import Guard
 from patchguard.windows import Windows
@@ -241,6 +241,8 @@ def swapped(guard: Guard[Any], defense: str, evidence: str, threshold: str, *, a
     yet fitted: `Guard.for_patch` does that.
     """
     rule: Defense[Any] = _named(defense) if defense else guard.defense
+    if evidence and evidence not in get_args(Kind):
+        raise InputError(f"`--evidence` must be one of {', '.join(get_args(Kind))}; got {evidence!r}.")
     settings: Evidence = guard.evidence
     if defense or evidence:
         usual = rule.default_evidence

@@ -67,7 +67,7 @@ def of_run(run: Run, pictures: Sequence[Picture]) -> str:
         ("charts", "Patch size and margins", tag("div", *drawn, class_="columns") if drawn else None),
         ("classes", "Classes", results.classes(run)),
         ("pictures", "Pictures", cards.gallery(run, pictures)),
-        ("failures", "Images that could not be read", notes.failures(run)),
+        ("failures", "Images without an answer", notes.failures(run)),
         ("settings", "Settings and environment", notes.settings(run)),
         ("proof", "What this proves and what it does not", notes.proof(run)),
         ("check", "How to check a certificate", notes.check(run)),
@@ -95,7 +95,7 @@ def of_attack(run: AttackRun, pictures: Sequence[AttackPicture]) -> str:
         ("refuted", "Refuted certificates", attack.refuted(run)),
         ("results", "Results", tag("div", attack.table(run), class_="wide") if run.clean else None),
         ("pictures", "Pictures", attack.gallery(run, pictures)),
-        ("failures", "Images that could not be read", notes.failures(run)),
+        ("failures", "Images without an answer", notes.failures(run)),
         ("settings", "Settings and environment", notes.settings(run)),
         ("meaning", "What a failed attack does not prove", attack.meaning(run)),
     ]

@@ -63,7 +63,7 @@ def headline(run: AttackRun) -> Markup:
 def opening(run: AttackRun) -> Markup:
     """Return the bar and the paragraph below the headline."""
     if run.clean is None or run.attacked is None or run.certified is None:
-        return tag("p", f"{count(run.errors, 'image')} could not be read; the reasons are below.", class_="lead")
+        return tag("p", f"{count(run.errors, 'image')} got no answer; the reasons are below.", class_="lead")
     held = min(run.certified.right, run.attacked.right)
     parts = [
         ("proved, and held" if run.certifies else "proved", held, "is-certified"),

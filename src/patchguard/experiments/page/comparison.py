@@ -72,7 +72,7 @@ def opening(runs: Sequence[Run]) -> Markup:
             words.append("The 95 % intervals of the first two overlap: the difference may be chance. ")
     total = sum(run.errors for run in runs)
     if total:
-        words.append(f"{count(total, 'image')} could not be read; each run leaves its own out. ")
+        words.append(f"{count(total, 'image')} got no answer; each run leaves its own out. ")
     return tag("p", *words, class_="lead") if words else join()
 
 

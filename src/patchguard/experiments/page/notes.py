@@ -1,4 +1,4 @@
-"""The sections that are text: what a certificate proves, how to check one, settings, images that could not be read."""
+"""The sections that are text: what a certificate proves, how to check one, settings, images without an answer."""
 
 import shlex
 from collections.abc import Mapping
@@ -131,12 +131,10 @@ def _lines(code: str) -> str:
 
 
 def failures(run: Run | AttackRun) -> Markup | None:
-    """Return how many images could not be read, and the first of them."""
+    """Return how many images could not be read or do not hold the patch, and the first of them."""
     if not run.errors:
         return None
-    first = (
-        f"{count(run.errors, 'image')} of {run.images:,} could not be read and {'is' if run.errors == 1 else 'are'} "
-    )
+    first = f"{count(run.errors, 'image')} of {run.images:,} got no answer and {'is' if run.errors == 1 else 'are'} "
     words = tag("p", tag("b", first, "not counted in any share."))
     rows = [tag("tr", tag("th", name, scope="row"), tag("td", reason)) for name, reason in run.failures]
     if not rows:

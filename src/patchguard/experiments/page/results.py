@@ -63,7 +63,7 @@ def opening(run: Run) -> Markup:
     against = run.patches[run.patch]
     main = run.main
     if main.of == 0:
-        return tag("p", f"{count(run.errors, 'image')} could not be read; the reasons are below.", class_="lead")
+        return tag("p", f"{count(run.errors, 'image')} got no answer; the reasons are below.", class_="lead")
     found = f"{main.right:,} of {count(main.of, 'image')} ({interval(main.low, main.high)} with 95{SPACE}% confidence)"
     words = [
         f"{'Right and proved' if run.labelled else 'Proved'} for {found}, whatever the patch shows and wherever in the "

@@ -119,7 +119,8 @@ def _located(name_or_path: str | Path) -> Path:
         raise InputError(f"no file is at `{name}`. Check the path, or give a name that `patchguard models` lists.")
     if name in PRESETS or name in models.REGISTRY:
         raise InputError(
-            f"{name!r} has no trained weights here. Train some (`patchguard train --list`), or name a checkpoint that `patchguard models` lists; `zoo.build({name!r})` makes fresh ones."
+            f"{name!r} has no trained weights here. Train some (`patchguard train --list`), or name a checkpoint that "
+            f"`patchguard models` lists; `zoo.build({name!r})` makes fresh ones."
         )
     known = [*embedded, *PUBLISHED, *PRESETS, *models.REGISTRY]
     if name in PUBLISHED:

@@ -5,7 +5,16 @@ from painted import SIDE, guard
 from tiny import bagnet_guard
 
 from patchguard.attacks.base import Draws, covered
-from patchguard.attacks.placement import heaviest_places, owned_cells, random_places, weight_inside, window_places
+from patchguard.attacks.climb import occluded_scores
+from patchguard.attacks.objectives import Case, cross_entropy
+from patchguard.attacks.placement import (
+    heaviest_places,
+    highest_places,
+    owned_cells,
+    random_places,
+    weight_inside,
+    window_places,
+)
 from patchguard.patch import Patch
 
 
@@ -66,3 +75,25 @@ def test_tries_lie_apart_as_far_as_there_is_room() -> None:
     assert max(abs(third[0] - 2), abs(third[1] - 2)) >= 3
     crowded = heaviest_places(torch.rand(1, 4, 4), Patch(3), 4, 1)  # four places, all of which overlap
     assert len({tuple(each[0, 0].tolist()) for each in crowded}) == 4
+
+
+class _Corner:
+    """Class 0 by the mean of four pixels around (9, 3), class 1 by a constant."""
+
+    def differentiable_logits(self, images: torch.Tensor) -> torch.Tensor:
+        seen = images[:, :, 9:11, 3:5].mean((1, 2, 3))
+        return torch.stack([seen, torch.full_like(seen, 0.5)], 1)[:, :, None, None]
+
+
+def test_occlusion_is_worst_where_the_evidence_comes_from() -> None:
+    images = torch.full((3, 3, 16, 16), 0.9)
+    case = Case(target=torch.zeros(3, dtype=torch.int64), aim=None)
+    scores = occluded_scores(
+        _Corner(), images, Patch(4), case, lambda logits, some, rows, step: cross_entropy(logits, some), 1, 2, False
+    )
+    assert scores.shape == (3, 13, 13)
+    whole = scores[:, 7:10, 1:4]  # positions whose rectangle holds all four pixels
+    torch.testing.assert_close(whole, scores.amax((1, 2), keepdim=True).expand_as(whole))
+    assert scores[0, 0, 12] < scores[0, 6, 0] < whole[0, 0, 0]
+    first = highest_places(scores, Patch(4), 2, 1)[0]
+    assert first[:, 0].tolist() == [[7, 1]] * 3

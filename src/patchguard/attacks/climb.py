@@ -201,6 +201,33 @@ def gradient_weights(
     return gradient.abs().sum(1)
 
 
+@torch.no_grad()
+def occluded_scores(
+    victim: Victim,
+    images: Images,
+    patch: Patch,
+    case: Case,
+    objective: Objective,
+    stride: int,
+    size: int,
+    half: bool,
+) -> Float[Tensor, "batch top left"]:
+    """Return the objective with one rectangle of the image in negative, at every position on a stride; 0 elsewhere."""
+    batch, _, height, width = images.shape
+    scores = images.new_zeros(batch, height - patch.height + 1, width - patch.width + 1)
+    one, rows = Patch(patch.height, patch.width), torch.arange(batch, device=images.device)
+    for top in range(0, scores.shape[1], stride):
+        for left in range(0, scores.shape[2], stride):
+            place = torch.tensor([[[top, left]]], device=images.device)
+            shown = torch.where(covered(place, one, height, width), 1 - images, images)
+            for first in range(0, batch, size):
+                some = slice(first, first + size)
+                with reduced(images.device, half):
+                    local_logits = victim.differentiable_logits(shown[some])
+                scores[some, top, left] = objective(local_logits, case[rows[some]], rows[some], 0).float()
+    return scores
+
+
 def quick_answer(victim: Victim, local_logits: Float[Tensor, "batch classes rows columns"]) -> Prediction:
     """Return what the victim would answer to such local logits, which may come from a pass of less precision."""
     defense: Any = getattr(victim, "defense", None)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from patchguard.attacks import placement
 from patchguard.attacks.base import Attack, Draws, Found, Places, check_count, check_word
-from patchguard.attacks.climb import Pace, Try, best_of, gradient_weights, part_size, start_pixels
+from patchguard.attacks.climb import Pace, Try, best_of, gradient_weights, occluded_scores, part_size, start_pixels
 from patchguard.attacks.guide import find_guide
 from patchguard.attacks.objectives import Case, Scores, cross_entropy, margin, sum_scores
 from patchguard.attacks.victim import Images, Victim
@@ -24,9 +24,10 @@ class PatchPGD(Attack):
     Rule.     x <- clip(x + step sign(v)) inside the patch,   v <- momentum v + normalised gradient of the objective.
               Untargeted: max CE(mean of local logits, target); targeted: min CE(..., aim).
 
-    The paper's budget is `steps=500, step=0.05, locations=5`. `search` chooses the locations: "random"; "gradient", all
-    positions on a `stride`, those first whose pixels the loss feels most; "certificate", first the position that
-    reaches the weakest window of the certificate, then as "gradient". The first of `restarts` starts from the image,
+    The paper's budget is `steps=500, step=0.05, locations=5`. `search` chooses the locations: "random"; "occlusion",
+    all positions on a `stride`, those first where the negative of the image raises the loss most; "gradient", those
+    first whose pixels the loss feels most; "certificate", first the position that reaches the weakest window of the
+    certificate, then as "gradient". The first of `restarts` starts from the image,
     further ones from noise. Every place and restart is tried until the image is broken.
     """
 
@@ -92,6 +93,10 @@ class PatchPGD(Attack):
         height, width = images.shape[-2:]
         if self.search == "random":
             return lambda number, rows: placement.random_places(draws[rows], patch, height, width, number)
+        if self.search == "occlusion":
+            scores = occluded_scores(victim, images, patch, case, self._climbed, self.stride, size, self.half)
+            highest = placement.highest_places(scores, patch, self.locations, self.stride)
+            return lambda number, rows: highest[min(number, len(highest) - 1)][rows]
         weights = gradient_weights(victim, images, case, self._climbed, size, self.half)
         ranked = placement.heaviest_places(weights, patch, self.locations, self.stride)
         if self.search == "certificate":

@@ -1,4 +1,4 @@
-"""Where patches go: at random, on a stride, where the gradient is large, or at the window a certificate fears most."""
+"""Where patches go: at random, where the gradient or the loss is large, or at the window a certificate fears most."""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -16,7 +16,7 @@ from patchguard.windows import Interval, Windows
 
 PLACES = 0  # the purpose of these draws
 
-Search = Literal["random", "gradient", "certificate"]
+Search = Literal["random", "occlusion", "gradient", "certificate"]
 
 
 def random_places(draws: Draws, patch: Patch, height: int, width: int, number: int = 0) -> Places:
@@ -36,12 +36,16 @@ def weight_inside(weights: Float[Tensor, "batch height width"], patch: Patch) ->
 def heaviest_places(
     weights: Float[Tensor, "batch height width"], patch: Patch, locations: int, stride: int
 ) -> list[Places]:
-    """Return places for `locations` tries, the heaviest first: all positions on a stride, ranked by what they hold.
+    """Return places for `locations` tries, the heaviest first: all positions on a stride, ranked by what they hold."""
+    return highest_places(weight_inside(weights, patch), patch, locations, stride)
+
+
+def highest_places(found: Float[Tensor, "batch top left"], patch: Patch, locations: int, stride: int) -> list[Places]:
+    """Return places for `locations` tries, the highest first: all positions on a stride, ranked by `found`.
 
     Neither the first rectangles of the tries nor the several ones of one try overlap, as far as there is room: beside
     a heavy place lie others that differ from it in nothing.
     """
-    found = weight_inside(weights, patch)
     allowed = torch.zeros(found.shape[1:], dtype=torch.bool, device=found.device)
     allowed[::stride, ::stride] = True
     free = allowed.expand(len(found), -1, -1)

@@ -15,6 +15,7 @@ from patchguard.attacks.placement import (
     weight_inside,
     window_places,
 )
+from patchguard.certificate import Prediction
 from patchguard.patch import Patch
 
 
@@ -83,6 +84,10 @@ class _Corner:
     def differentiable_logits(self, images: torch.Tensor) -> torch.Tensor:
         seen = images[:, :, 9:11, 3:5].mean((1, 2, 3))
         return torch.stack([seen, torch.full_like(seen, 0.5)], 1)[:, :, None, None]
+
+    def predict(self, images: torch.Tensor) -> Prediction:
+        scores = self.differentiable_logits(images)[:, :, 0, 0]
+        return Prediction(label=scores.argmax(1), scores=scores.double())
 
 
 def test_occlusion_is_worst_where_the_evidence_comes_from() -> None:

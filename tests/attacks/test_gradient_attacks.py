@@ -1,5 +1,7 @@
 """PatchPGD and Adaptive on a crafted network: they break what can be broken, and never what is certified."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from painted import GUARDS, guard, paintings
@@ -70,6 +72,15 @@ def test_an_adaptive_attack_breaks_more_of_what_is_not_certified_than_a_plain_on
     assert open_ones.any()
     assert proof.certified.any()
     assert int(adaptive.sum()) > int(plain.sum())
+
+
+@pytest.mark.parametrize("name", ["clipped", "vote"])
+def test_a_plain_sum_of_other_evidence_than_logits_is_followed_like_a_defense(name) -> None:
+    victim, images, target = right_images(name, 80)
+    plain = replace(victim, defense=Undefended())
+    assert torch.equal(plain.predict(images).label, target)  # one rule, under two names
+    broken, expected = (Adaptive(steps=20, locations=1)(each, images, target, PATCH).broken for each in (plain, victim))
+    assert int(broken.sum()) >= int(expected.sum()) > 0
 
 
 def test_an_adaptive_attack_can_be_targeted() -> None:

@@ -31,7 +31,7 @@ class Adaptive(Attack):
     * then it climbs `objectives.defended_score`, the margin of the defended rule.
 
     Steps begin with length `step` and shrink to one level of a pixel. Further `locations` are random, and aim at
-    whatever class is strongest. A victim without a defense is attacked by cross-entropy, first where its gradient is
+    whatever class is strongest. A plain sum of logits is attacked by cross-entropy, first where its gradient is
     largest. The certificate is only a guide: certified images are attacked, too.
     """
 
@@ -127,8 +127,12 @@ class Adaptive(Attack):
 
 
 def defends(victim: Any) -> bool:
-    """Whether the victim names a defense to follow."""
-    return not isinstance(getattr(victim, "defense", Undefended()), Undefended) and hasattr(victim, "evidence")
+    """Whether the victim names a rule to follow: a defense, or a plain sum of anything but the logits as they are."""
+    defense, evidence = getattr(victim, "defense", None), getattr(victim, "evidence", None)
+    if defense is None or evidence is None:
+        return False
+    plain = (evidence.kind, evidence.low, evidence.high) == ("logits", None, None)
+    return not (plain and isinstance(defense, Undefended))
 
 
 def following(victim: Any) -> Objective:

@@ -301,13 +301,13 @@ class _Work:
         arrays = {"before": before.cpu().numpy(), "after": after.cpu().numpy(), "scale": np.array(scale)}
         np.savez_compressed(stored, allow_pickle=False, **arrays)
         folder.write_bytes(f"{name}-evidence.npz", stored.getvalue())
-        alone = task.guard.predict(as_floats(torch.stack(list(images)).to(self.loop.device)))
+        alone = [task.guard.predict(as_floats(image[None].to(self.loop.device))) for image in images]
         folder.write(
             f"{name}.json",
             {
                 "format": FORMAT,
                 "record": record,
-                "labels_alone": alone.label.tolist(),  # of the two files, not in the batch of the run
+                "labels_alone": [int(each.label) for each in alone],  # of the two files, each in a batch of its own
                 "settings": self.trial.settings(),
                 "environment": runtime.environment(),
                 "repeat": self.trial.repeating(record["index"]),

@@ -5,6 +5,7 @@ import json
 import shlex
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import brightness
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from patchguard import zoo
 from patchguard.attacks import ATTACKS
 from patchguard.cli import app
+from patchguard.data.preprocess import Preprocess, Resize
 from patchguard.defenses import MaskedAgreement
 from patchguard.experiments.records import Folder
 
@@ -216,6 +218,10 @@ MISTAKES = {
     "a setting of another attack": (("--attack", "noise", "--steps", "5"), "the attack noise has no setting `steps`"),
     "a setting that is not known": (("--budget", "depth=5"), "the attack adaptive has no setting `depth`"),
     "no steps": (("--steps", "0"), "`steps` must be a whole number"),
+    "a word for a number": (("--budget", "momentum=much"), "`momentum` must be a number; got 'much'"),
+    "no number": (("--budget", "step=none"), "`step` must be a number; got None"),
+    "a word for a switch": (("--budget", "half=maybe"), "`half` must be true or false; got 'maybe'"),
+    "a number for a word": (("--attack", "patch_pgd", "--budget", "search=5"), "`search` must be a word; got 5"),
     "an unknown class": (("--aim", "brigt"), "Did you mean 'bright'?"),
     "a class number too high": (("--aim", "7"), "`--aim` must be a class by name or number"),
     "a negative seed": (("--seed", "-1"), "`--seed` must be a whole number of at least 0"),
@@ -225,6 +231,7 @@ MISTAKES = {
     "an unknown defense": (("--defense", "Guess"), "`--defense` must be a known defense"),
     "no batch": (("--batch-size", "0"), "`--batch-size` must be a whole number"),
     "no such patch": (("--attack", "universal_patch", "--budget", "path=no.png"), "no.png cannot be read"),
+    "a patch with a number for a name": (("--attack", "universal_patch", "--budget", "path=5"), "5 cannot be read"),
 }
 
 
@@ -256,6 +263,19 @@ def test_other_settings_and_runs_of_another_kind_are_refused(run, photos, tmp_pa
     assert run(*words[:2], "--seed", "1", "--out", tmp_path / "other").exit_code == 0
     assert CliRunner().invoke(app, ["report", str(tmp_path / "run"), str(tmp_path / "other")]).exit_code == 0
     assert "2 attacks compared" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_one_image_of_a_run_is_attacked_under_the_masks_of_the_run(run, tmp_path):
+    root = brightness.draw(tmp_path / "sizes", 4)
+    Image.new("RGB", (48, 48), (120, 120, 120)).save(root / "dark" / "large.png")  # the masks are made for 12 x 12
+    resized = replace(brightness.brightness_guard(), preprocess=Preprocess((Resize(height=12, width=12),)))
+    zoo.save(resized, tmp_path / "resized.safetensors")
+    words = ("--model", tmp_path / "resized.safetensors", "--data", root, "--defense", "DoubleMasking")
+    words += ("--patch", "4", "--attack", "noise", "--out")
+    assert run(*words, tmp_path / "all").exit_code == 0
+    assert run(*words, tmp_path / "one", "--only", "8").exit_code == 0
+    (alone,) = records(tmp_path / "one").values()
+    assert {**alone, "index": 8} == records(tmp_path / "all")["dark/large.png"]
 
 
 # -- nothing lost ------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 Names are imported on first use, so that the command line can list `ATTACKS` without waiting for torch.
 """
 
+from dataclasses import MISSING, fields
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,9 @@ ATTACKS = {
     "copy": "Copy",
 }
 
+# What a setting of such a type is called in a message; whole numbers are checked by the attacks themselves.
+KINDS: dict[object, str] = {float: "a number", bool: "true or false", str: "a word"}
+
 _HOME = {
     "Adaptive": "adaptive",
     "Attack": "base",
@@ -63,13 +67,16 @@ def build(name: str, **settings: object) -> "Attack":
     if name not in ATTACKS:
         raise InputError(f"`attack` must be one of {', '.join(ATTACKS)}; got {name!r}. {nearest(name, list(ATTACKS))}")
     kind = __getattr__(ATTACKS[name])
-    try:
-        attack: Attack = kind(**settings)  # type: ignore[operator]
-    except TypeError:
-        from dataclasses import fields
-
-        known = ", ".join(field.name for field in fields(kind)) or "none"  # type: ignore[arg-type]
-        raise InputError(f"the attack {name} has the settings {known}; got {', '.join(settings)}.") from None
+    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    lacking = [field.name for field in known.values() if field.default is MISSING and field.name not in settings]
+    if lacking or not settings.keys() <= known.keys():
+        raise InputError(f"the attack {name} has the settings {', '.join(known)}; got {', '.join(settings) or 'none'}.")
+    for key, value in settings.items():
+        wanted = known[key].type
+        accepted = (float, int) if wanted is float else wanted
+        if wanted in KINDS and (not isinstance(value, accepted) or (wanted is float and isinstance(value, bool))):  # type: ignore[arg-type]
+            raise InputError(f"`{key}` must be {KINDS[wanted]}; got {value!r}.")
+    attack: Attack = kind(**settings)  # type: ignore[operator]
     return attack
 
 

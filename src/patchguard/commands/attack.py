@@ -1,6 +1,7 @@
 """`patchguard attack`: try to break every image, and every certificate."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,10 +89,8 @@ def attack(
         raise InputError(f"`--seed` must be a whole number of at least 0; got {seed}.")
     source = opened([data], root)
     source = source if limit is None else source.limited(limit)
-    if only is not None:
-        if not 0 <= only < len(source):
-            raise InputError(f"`--only` must be the number of an image, 0 to {len(source) - 1}; got {only}.")
-        source = source.subset([only])
+    if only is not None and not 0 <= only < len(source):
+        raise InputError(f"`--only` must be the number of an image, 0 to {len(source) - 1}; got {only}.")
     job = prepare(
         source=source,
         data=data,
@@ -103,6 +102,8 @@ def attack(
         curve=False,
         alerts=True,
     )
+    if only is not None:  # taken now: another defense is fitted to the same image as in the run
+        job = replace(job, source=job.source.subset([only]))
     words = {
         "model": model,
         "data": data,
@@ -180,6 +181,8 @@ def _pair(text: str) -> tuple[str, Any]:
     if not (name and equals and value):
         raise InputError(f"`--budget` must be {' or '.join(BUDGETS)}, or settings such as steps=50; got {text!r}.")
     name = name.replace("-", "_")
+    if name == "path":  # a file may have any name
+        return name, value
     if value.casefold() in ("true", "false", "none"):
         return name, {"true": True, "false": False, "none": None}[value.casefold()]
     for read in (int, float):

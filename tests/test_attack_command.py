@@ -201,6 +201,8 @@ def test_a_rule_that_detects_promises_the_label_or_an_alert(run, tmp_path):
     summary = json.loads(sound.stdout)
     assert summary["alerts"]["right"] == 8  # the plain sum falls, and an alert is raised
     assert summary["attacked"]["right"] == summary["certified"]["right"] == 8
+    shown = run("--model", guarded, *GRADIENTS, "--out", tmp_path / "sound")
+    assert "right, and proved to stay (or an alert)" in shown.stdout
     with brightness.planted():
         mistaken = brightness.save(tmp_path / "mistaken.safetensors", MaskedAgreement(masks=brightness.ANY))
         shown = run("--model", mistaken, *GRADIENTS, "--out", tmp_path / "mistaken")

@@ -92,6 +92,17 @@ def test_an_attack_of_the_toolbox_is_an_attack() -> None:
         Toolbox(attack=object())
 
 
+def test_an_attack_of_the_toolbox_that_climbs_the_wrong_way_is_refused() -> None:
+    victim = guard("undefended")
+    images, _ = paintings(8)
+    target = victim.predict(images).label
+    attack = StandIn()
+    for targeted, aim in ((True, None), (False, 1)):
+        attack.targeted = targeted
+        with pytest.raises(InputError, match=f"targeted={not targeted}"):
+            Toolbox(attack=attack)(victim, images, target, Patch(6), aim=aim)
+
+
 def test_a_missing_toolbox_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "art", None)
     with pytest.raises(InputError, match="is not installed"):

@@ -1,6 +1,8 @@
 """What the records of an attack add up to, and the page that is made of its folder."""
 
 import json
+import threading
+import time
 from pathlib import Path
 
 import brightness
@@ -16,6 +18,7 @@ from patchguard.errors import InputError
 from patchguard.experiments import report
 from patchguard.experiments.gap import group, measure
 from patchguard.experiments.job import Job
+from patchguard.experiments.loop import pool
 from patchguard.experiments.plan import WrittenPatch
 from patchguard.experiments.records import Folder
 from patchguard.experiments.refute import Trial, budget_of, refute
@@ -125,6 +128,27 @@ def test_an_attack_that_leaves_its_patch_is_a_mistake_of_the_attack(tmp_path):
     with pytest.raises((InputError, RuntimeError)):
         refute(trial(attack), tmp_path, device="cpu")
     assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_run_that_is_stopped_does_not_begin_what_is_queued():
+    begun, go = [], threading.Event()
+
+    def work(number: int) -> None:
+        begun.append(number)
+        go.wait(10)
+
+    def stopped() -> None:
+        with pool(1) as workers:
+            for number in range(5):
+                workers.submit(work, number)
+            while not begun:
+                time.sleep(0.01)
+            threading.Timer(0.2, go.set).start()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stopped()
+    assert begun == [0]
 
 
 @pytest.fixture(scope="module")

@@ -46,10 +46,12 @@ class Called(Attack):
 class Toolbox(Attack):
     """Use an attack of the adversarial-robustness-toolbox that takes a mask, such as its projected gradient descent.
 
-        Toolbox(attack=ProjectedGradientDescent(toolbox_classifier(guard, size=(32, 32)), eps=1.0, eps_step=0.05))
+        classifier = toolbox_classifier(guard, size=(32, 32), classes=10)
+        Toolbox(attack=ProjectedGradientDescent(classifier, eps=1.0, eps_step=0.05))
 
     It is called as ``attack.generate(x, y, mask=...)`` with a mask of the shape of x that is 1 inside the patch, at
-    `locations` random places. Make the toolbox's attack with a large `eps`: inside a patch every change is allowed.
+    `locations` random places. Make the toolbox's attack with a large `eps`: inside a patch every change is allowed. One
+    that says whether it is `targeted` must be so exactly where there is an aim: else it climbs away from it.
     """
 
     attack: Any
@@ -70,6 +72,11 @@ class Toolbox(Attack):
         draws: Draws,
     ) -> Found:
         """Generate at each place what is not yet broken."""
+        if getattr(self.attack, "targeted", aim is not None) != (aim is not None):
+            wanted = (
+                "one made with targeted=False" if aim is None else "one made with targeted=True, since there is an aim"
+            )
+            raise InputError(f"`attack` must be {wanted}; got {type(self.attack).__name__}.")
         height, width = images.shape[-2:]
         best, where = images.clone(), torch.zeros(len(images), patch.count, 2, dtype=torch.int64, device=images.device)
         left = torch.arange(len(images), device=images.device)

@@ -267,15 +267,16 @@ def table(summary: dict[str, Any]) -> "Table":
     from rich.table import Table
 
     found = Table("images", "share (95 %)", "number", box=None, pad_edge=False)
-    alerts = summary["alerts"]["right"]
+    detects = summary["settings"]["defense"] == "MaskedAgreement"
+    either = " (or an alert)" if detects else ""
     rows = [("right without an attack", "clean")] if summary["labelled"] else []
     rows += [
-        ("right under the attack" if summary["labelled"] else "label unchanged by the attack", "attacked"),
-        ("right, and proved to stay" if summary["labelled"] else "label proved to stay", "certified"),
+        (("right under the attack" if summary["labelled"] else "label unchanged by the attack") + either, "attacked"),
+        (("right, and proved to stay" if summary["labelled"] else "label proved to stay") + either, "certified"),
         ("not proved, and really broken", "broken"),
     ]
     rows += [("answered with the aim", "aimed")] if summary["aimed"] is not None else []
-    rows += [("attacks that raise an alert", "alerts")] if alerts else []
+    rows += [("attacks that raise an alert", "alerts")] if detects else []
     for words, name in rows:
         share = summary[name]
         found.add_row(words, percent(share), f"{share['right']:,} of {share['of']:,}")

@@ -258,13 +258,14 @@ def pool(workers: int) -> Iterator[ThreadPoolExecutor]:
     """Yield worker threads that do not divide their work further.
 
     A thread per batch beats threads that share one: they never wait for each other. And a sum that is never divided
-    does not depend on the number of processors.
+    does not depend on the number of processors. Whoever stops early waits for what is at work, not for what is queued.
     """
     threads = torch.get_num_threads()
+    made = ThreadPoolExecutor(workers, "worker", torch.set_num_threads, (1,))
     try:
-        with ThreadPoolExecutor(workers, "worker", torch.set_num_threads, (1,)) as made:
-            yield made
+        yield made
     finally:
+        made.shutdown(cancel_futures=True)  # where all went well, nothing is queued any more
         torch.set_num_threads(threads)  # what threads begin with that are started later
 
 

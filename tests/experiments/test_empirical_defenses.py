@@ -14,6 +14,7 @@ from patchguard.attacks.adaptive import Adaptive
 from patchguard.attacks.patch_pgd import PatchPGD
 from patchguard.data.preprocess import Preprocess
 from patchguard.defenses import Undefended
+from patchguard.errors import InputError
 from patchguard.evidence import Evidence
 from patchguard.experiments import empirical_defenses
 from patchguard.experiments.empirical_defenses import Kept, Options
@@ -43,6 +44,8 @@ def test_a_certified_guard_beside_keeps_at_least_what_it_certifies():
     images = StudyImages(pixels, certified.predict(pixels.float() / 255).label, tuple(range(12)))
     bare = Guard(Preprocess(), certified.model, Evidence(low=None), Undefended())
     options = replace(FAST, attack=replace(FAST.attack, steps=4))
+    with pytest.raises(InputError, match="`guard` must be undefended"):
+        empirical_defenses.run(certified, images, options)
     row = empirical_defenses.run(bare, images, options, certified=certified)["defenses"]["certified"]
     assert row["certified_and_broken"] == 0
     assert 0 < row["certified"]["right"] < row["clean"]["right"]  # both kinds are there

@@ -134,6 +134,8 @@ def run(
     `guard` is the undefended network, bare and behind each cleaning; `certified` another one, whose masks are refitted
     to the patch.
     """
+    if not isinstance(guard.defense, Undefended):
+        raise InputError(f"`guard` must be undefended; got {type(guard.defense).__name__}. Give a plain ResNet.")
     device = runtime.placement(guard.model)[0]
     height, width = images.size
     patch = Patch.of_area(options.area, height=height, width=width)

@@ -3,6 +3,7 @@
 import functools
 import json
 import shlex
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -75,7 +76,9 @@ def test_a_sound_guard_is_never_refuted_and_everything_is_recorded(run, photos, 
     assert len(found) == 10
     assert "known kind" in found["dark/torn.png"]["error"]
     wrong = found["bright/night.png"]
-    assert (wrong["label"], wrong["attacked"], wrong["broken"], wrong["places"]) == (1, 1, True, None)
+    assert (wrong["label"], wrong["attacked"], wrong["broken"]) == (1, 1, True)
+    assert wrong["certified"]
+    assert len(wrong["places"]) == 1  # its certificate is to be refuted as any other
     held = found["dark/000.png"]
     assert (held["target"], held["label"], held["attacked"]) == (1, 1, 1)
     assert held["certified"]
@@ -192,6 +195,20 @@ def test_a_certificate_whose_windows_are_one_cell_too_small_is_refuted(run, unso
     assert "Refuted certificates" in page
     assert "--only" in page
     assert run(*words).exit_code == 3  # and stays refuted when it is only shown again
+
+
+def test_the_certificate_of_a_wrong_label_is_refuted_as_well(run, photos, tmp_path):
+    root = tmp_path / "swapped"
+    for name, other in (("bright", "dark"), ("dark", "bright")):
+        shutil.copytree(photos / name, root / other, ignore=shutil.ignore_patterns("n*", "t*"))
+    with brightness.planted():
+        unsound = brightness.save(tmp_path / "unsound.safetensors")
+        words = ("--model", unsound, "--patch", "2", *GRADIENTS, "--data", root, "--out", tmp_path / "run")
+        shown = run(*words)
+    assert shown.exit_code == 3, shown.output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["clean"]["right"] == 0
+    assert summary["fallen"]["right"] == summary["fallen"]["of"] == 8
 
 
 def test_a_rule_that_detects_promises_the_label_or_an_alert(run, tmp_path):

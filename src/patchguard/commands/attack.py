@@ -228,8 +228,10 @@ def _shares(hunt: "Hunt") -> str:
 def _show(outcome: "Outcome", trial: "Trial", folder: Path, as_json: bool) -> None:
     from patchguard.experiments import report
 
-    page = report.write([folder])
     summary = outcome.summary
+    if summary["refuted"]:  # first of all: nothing that fails later may hide it
+        typer.echo(_alarm(summary["refuted"], trial, folder), err=True)
+    page = report.write([folder])
     if as_json:
         typer.echo(json.dumps(summary, indent=1))
     else:
@@ -249,7 +251,6 @@ def _show(outcome: "Outcome", trial: "Trial", folder: Path, as_json: bool) -> No
             output.print(f"{seconds['total']:.1f} s; {seconds['images_per_second']:.1f} images per second")
         output.print(f"{'was finished before: ' if outcome.before else ''}{shown(str(page))}", soft_wrap=True)
     if summary["refuted"]:
-        typer.echo(_alarm(summary["refuted"], trial, folder), err=True)
         raise typer.Exit(REFUTED)
 
 

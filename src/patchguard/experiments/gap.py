@@ -19,7 +19,7 @@ def measure(records: Iterable[Mapping[str, Any]], settings: Mapping[str, Any]) -
                 proved nor broken
     proved      no patch changes the label, right or wrong
     fallen      of those that are proved and were attacked: the label changed all the same, which must not be
-    tried       was attacked at all: wrong images, and those of the aim's class, are not
+    tried       was attacked at all: wrong images without a certificate, and those of the aim's class, are not
     alerts      of those attacked: an alert was raised
     aimed       of a targeted attack: the answer is the aim, of the images that are not of that class
     refuted     the images that have fallen

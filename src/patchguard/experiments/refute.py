@@ -223,13 +223,16 @@ class _Work:
         if targets is not None:
             target = torch.tensor([targets[place] for place in batch.places], device=answer.label.device)
         aim = None if trial.aim is None else torch.full_like(target, trial.aim)
-        tried = ~is_broken(answer, target, aim)
+        certified = proof.margin > 0
+        # What an attack must change: the true class; but a certificate of a wrong label is to be refuted, too.
+        goal = target if aim is not None else torch.where(certified, answer.label, target)
+        tried = ~is_broken(answer, goal, aim)
         if aim is not None:
             tried &= target != aim
         began = time.perf_counter()
         images = as_floats(batch.images.to(self.loop.device, non_blocking=True))
         numbers = [trial.number(place) for place in batch.places]
-        found = trial.attack(task.guard, images, target, task.patch, aim=aim, seed=trial.seed, numbers=numbers)
+        found = trial.attack(task.guard, images, goal, task.patch, aim=aim, seed=trial.seed, numbers=numbers)
         pixels = (found.images * 255).round().to(torch.uint8).cpu()
         self.loop.spent(began)
         # Judged by what a file can hold, not by what the attack computed with.
@@ -241,14 +244,16 @@ class _Work:
         flipped = reply.label != answer.label
         if reply.alert is not None:
             flipped &= ~reply.alert
+        # The attack asked the guard itself, in a batch of other images: a flip that it saw is one as well.
+        seen = tried & certified & ~flipped & found.broken.to(target.device)
         columns = {
             "label": answer.label,
             "margin": torch.where(proof.margin.isfinite(), proof.margin, torch.nan),
-            "certified": proof.margin > 0,
+            "certified": certified,
             "rival": proof.rival,
-            "attacked": reply.label,
-            "broken": broken,
-            "refuted": (proof.margin > 0) & flipped,
+            "attacked": torch.where(seen, found.label.to(target.device), reply.label),
+            "broken": broken | seen,
+            "refuted": certified & (flipped | seen),
             "places": found.places,
         }
         if reply.alert is not None:

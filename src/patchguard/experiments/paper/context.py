@@ -1,0 +1,240 @@
+"""`Context`: where experiments get images, models and maps from."""
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from patchguard import runtime, zoo
+from patchguard.data.catalog import CATALOG, data_root
+from patchguard.data.decode import Unreadable
+from patchguard.data.loading import decoded
+from patchguard.data.preprocess import Preprocess, Resize
+from patchguard.data.source import Source, open_source
+from patchguard.errors import InputError
+from patchguard.experiments.job import matched
+from patchguard.experiments.paper import maps as maps_on_disk
+from patchguard.experiments.paper.experiment import Missing
+from patchguard.experiments.paper.maps import Maps
+from patchguard.guard import Guard
+from patchguard.models import REGISTRY
+from patchguard.presets import PRESETS
+from patchguard.training import recipes
+
+logger = logging.getLogger(__name__)
+
+AS_THEY_ARE = ("cifar10", "sample")  # photos are resized and cropped first, and patches lie on the result
+SIDE = 224  # of photos for a model that does not say
+AT_ONCE = {"cpu": 64, "cuda": 512}
+
+Progress = Callable[[str, int, int], None]  # what is computed, images done, of how many
+
+
+def _silent(what: str, done: int, of: int) -> None:
+    """Say nothing."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Context:
+    """What a run of experiments shares.
+
+    `limit` takes so many test images, evenly spread and drawn with `seed`; `train` trains models that are not there,
+    into `<cache>/models`, and otherwise `Missing` says how to. Maps are kept in `<cache>/maps`.
+    """
+
+    data_root: Path | None = None
+    cache: Path = Path("runs/reproduce-cache")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    limit: int | None = None
+    batch_size: int | None = None
+    seed: int = 0
+    train: bool = False
+    progress: Progress = _silent
+
+    # -- images --------------------------------------------------------------------------------------------------------
+
+    def images(self, dataset: str) -> Source:
+        """Return the labelled test images of a set; `Missing` where its files are not there."""
+        try:
+            source = open_source(dataset, self.data_root)
+        except InputError as error:
+            root = data_root(self.data_root)
+            how = f"patchguard data get {dataset} --root {root}" if dataset in CATALOG else "check the path"
+            raise Missing(f"{dataset} is not in {root} ({error}): {how}") from None
+        if source.targets is None:
+            raise InputError(f"`dataset` must have classes to be right or wrong about; {dataset} has none.")
+        return source if self.limit is None else source.limited(self.limit, self.seed)
+
+    # -- models --------------------------------------------------------------------------------------------------------
+
+    def find(self, names: str | Sequence[str]) -> str | None:
+        """Return the first of the names, or paths, that has trained weights here; None where none has."""
+        for name in [names] if isinstance(names, str) else names:
+            if self._file(name) is not None:
+                return name
+        return None
+
+    def choose(self, names: str | Sequence[str]) -> str:
+        """Return the first name with trained weights; else train the first one, or raise `Missing` with the command.
+
+        With `train`, the first name is trained even where a later one could stand in for it.
+        """
+        listed = [names] if isinstance(names, str) else list(names)
+        found = self.find(listed[0] if self.train and listed[0] in recipes.RECIPES else listed)
+        if found is not None:
+            return found
+        if self.train:
+            self._train(listed[0])
+            return listed[0]
+        raise Missing(f"not run: no trained {listed[0]} here. {self.command(listed[0])}")
+
+    def command(self, name: str) -> str:
+        """Return the command that makes a model."""
+        if name == "imagenette_resnet50":
+            return f"python -m patchguard.training.pretrained resnet50.safetensors zoo/{name}.safetensors"
+        root = data_root(self.data_root)
+        if name not in recipes.RECIPES:
+            return f"Put {name}.safetensors into a folder and set {zoo.FOLDER} to that folder."
+        words = f"patchguard train --recipe {name} --data {root} --out {self.cache / 'models' / name}"
+        before = self._needed(name)
+        first = f" (first: {', '.join(before)})" if before else ""
+        return f"{words}{first}"
+
+    def guard(self, name: str) -> Guard[Any]:
+        """Return the trained Guard of a name, on the CPU."""
+        path = self._file(name)
+        if path is None:
+            raise Missing(f"not run: no trained {name} here. {self.command(name)}")
+        return zoo.load(path)
+
+    def _file(self, name: str) -> Path | None:
+        if Path(name).is_file():
+            return Path(name)
+        trained = self.cache / "models" / name / f"{name}.safetensors"
+        if trained.is_file():
+            return trained
+        return next((path for path in zoo._checkpoints() if path.stem == name), None)
+
+    def _needed(self, name: str) -> list[str]:
+        """The models that a recipe begins with and that are not here."""
+        recipe = recipes.named(name)
+        return [each for each in dict.fromkeys((recipe.initial, recipe.teacher)) if each and self._file(each) is None]
+
+    def _train(self, name: str) -> None:
+        from patchguard.training import run
+
+        if name not in recipes.RECIPES or name in PRESETS or name in REGISTRY:
+            raise Missing(f"not run: no trained {name} here, and no recipe. {self.command(name)}")
+        for before in self._needed(name):
+            self._train(before)
+        recipe = recipes.named(name)
+        known = {each: self._file(each) for each in (recipe.initial, recipe.teacher) if each}
+        paths = {key: str(known[each]) for key in ("initial", "teacher") if (each := getattr(recipe, key))}
+        out = self.cache / "models" / name
+        logger.info("training %s into %s", name, out)
+        options = run.Options(
+            recipe=recipe.changed(paths) if paths else recipe,
+            data=data_root(self.data_root),
+            out=out,
+            device=str(self.device),
+        )
+        try:
+            run.train(options)
+        except InputError as error:
+            raise Missing(f"not run: {name} cannot be trained here: {error}") from error
+
+    # -- maps ----------------------------------------------------------------------------------------------------------
+
+    def maps(self, names: str | Sequence[str], dataset: str) -> Maps:
+        """Return the local logits of a set by the first model of `names` that is here, from disk or computed now."""
+        source = self.images(dataset)
+        name = self.choose(names)
+        guard = self.guard(name)
+        source = matched(source, guard)
+        assert source.targets is not None
+        prepare = None if dataset in AS_THEY_ARE else self._prepares(name, guard)
+        about = {
+            "format": maps_on_disk.FORMAT,
+            "model": Path(name).stem,
+            "model_digest": zoo.inspect(self._file(name) or name)["digest"],
+            "data": Path(dataset).name,
+            "data_digest": _digest(source),
+            "images": len(source),
+            "prepared": None if prepare is None else prepare.to_json(),
+        }
+        folder = self.cache / "maps" / f"{about['model']}-{about['data']}-{maps_on_disk.key_of(about)}"
+        stored = maps_on_disk.read(folder, about)
+        taken = guard if prepare is None else replace(guard, preprocess=Preprocess())
+        if stored is None:
+            maps_on_disk.write(folder, about, len(source), self._logits(source, taken, prepare), self._told(about))
+            stored = maps_on_disk.read(folder, about)
+            assert stored is not None
+        return Maps(
+            model=str(about["model"]),
+            dataset=dataset,
+            guard=taken,
+            size=self._size(source, prepare),
+            local_logits=stored.local_logits,
+            targets=stored.targets,
+            sample_places=stored.sample_places,
+            sample_logits=stored.sample_logits,
+            about=about,
+        )
+
+    def _prepares(self, name: str, guard: Guard[Any]) -> Preprocess:
+        """How photos become what the network sees; a model without a way of its own learned from squeezed ones."""
+        if guard.preprocess.steps:
+            return guard.preprocess
+        side = (zoo.inspect(self._file(name) or name)["recipe"] or {}).get("image_side") or SIDE
+        return Preprocess((Resize(height=side, width=side, mode="bilinear"),))
+
+    def _told(self, about: dict[str, Any]) -> Callable[[int], None]:
+        return lambda done: self.progress(f"{about['model']} on {about['data']}", done, int(about["images"]))
+
+    def _size(self, source: Source, prepare: Preprocess | None) -> tuple[int, int]:
+        for image in decoded(source, workers=0):
+            if not isinstance(image, Unreadable):
+                height, width = image.shape[1], image.shape[2]
+                return (height, width) if prepare is None else prepare.output_size(height, width)
+        raise InputError(f"none of the {len(source)} images can be read. Check the files.")
+
+    def _logits(
+        self, source: Source, guard: Guard[Any], prepare: Preprocess | None
+    ) -> Iterator[tuple[Float[Tensor, "some classes rows columns"], Int64[Tensor, " some"]]]:
+        """Yield the logits of all images that can be read, in order."""
+        assert source.targets is not None
+        guard.model.to(device=self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        at_once = self.batch_size or AT_ONCE.get(self.device.type, 256)
+        images: list[Tensor] = []
+        targets: list[int] = []
+        try:
+            for place, image in enumerate(decoded(source)):
+                if isinstance(image, Unreadable):
+                    logger.warning("left out: %s", image)
+                else:
+                    pixels = image[None].to(self.device).float() / 255
+                    images.append(pixels if prepare is None else prepare(pixels))
+                    targets.append(source.targets[place])
+                if len(images) == at_once or (images and place == len(source) - 1):
+                    with runtime.full_precision(self.device):
+                        yield guard.local_logits(torch.cat(images)), torch.tensor(targets)
+                    images, targets = [], []
+        finally:
+            guard.model.to("cpu")
+
+
+def _digest(source: Source) -> str:
+    """Return the SHA-256 of names, classes and sizes of files; their times differ from one copy to the next."""
+    total = hashlib.sha256()
+    assert source.targets is not None
+    for place, (name, target) in enumerate(zip(source.names, source.targets, strict=True)):
+        size = source.state(place).split(" ")[0]
+        total.update(f"{name}\0{target}\0{size}\n".encode("utf-8", "surrogateescape"))
+    return total.hexdigest()

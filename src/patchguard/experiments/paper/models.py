@@ -1,0 +1,119 @@
+"""Which trained models can stand for the networks of the paper, in the order of preference. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import final
+
+from patchguard.patch import Patch
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """A network of the paper on one data set.
+
+    `names` are zoo names, the one that is trained first where none is there; `remark` says how they differ from the
+    paper's. `stand_in` says that the network is another one than the paper's, measured beside it.
+    """
+
+    label: str
+    names: tuple[str, ...]
+    remark: str = ""
+    stand_in: bool = False
+
+
+PHOTOS = ("imagenette", "imagenet", "flowers", "cats_vs_dogs")
+SCRATCH = "no ImageNet-pretrained BagNet here"
+
+# Squares of 1, 2 and 3 % of 224 x 224 and of 299 x 299, and the paper's pixels in 32 x 32.
+SIDES_224 = {"1 %": 23, "2 %": 32, "3 %": 39}
+SIDES_299 = {"1 %": 30, "2 %": 42, "3 %": 52}
+SIDES_32 = {"0.4 %": 2, "2.4 %": 5, "6.2 %": 8}
+
+
+def patches(dataset: str, side: int = 224) -> dict[str, Patch]:
+    """Return the paper's patches by their names: in pixels of the network's input for photos, of CIFAR-10 itself."""
+    if dataset == "cifar10":
+        return {name: Patch(pixels) for name, pixels in SIDES_32.items()}
+    return {name: Patch(pixels) for name, pixels in (SIDES_299 if side == 299 else SIDES_224).items()}
+
+
+def usual_patch(dataset: str) -> str:
+    """Return the name of the patch of tables that have only one."""
+    return "2.4 %" if dataset == "cifar10" else "2 %"
+
+
+def bagnet(dataset: str, field: int = 17) -> Network:
+    """Return the BagNet of Mask-BN, trained for masking."""
+    paper = f"paper_{dataset}_bn{field}_provable"
+    if dataset == "imagenette" and field == 17:
+        names = ("imagenette_mask_bn17", paper, "imagenette_bn17")
+        return Network(label="Mask-BN-17", names=names, remark=f"{SCRATCH}: first weights from ResNet-50's kernels")
+    if dataset == "imagenette":
+        return Network(label=f"Mask-BN-{field}", names=(f"imagenette_mask_bn{field}", paper), remark=SCRATCH)
+    if dataset == "cifar10":
+        return Network(label=f"Mask-BN-{field}", names=(f"cifar10_mask_bn{field}", paper), remark=SCRATCH)
+    return Network(label=f"Mask-BN-{field}", names=(paper,), remark=SCRATCH)
+
+
+def conventional(dataset: str) -> Network:
+    """Return BagNet-17 without provable adversarial training."""
+    ours = {"imagenette": ("imagenette_plain_bn17",), "cifar10": ("cifar10_plain_bn17",)}
+    return Network(
+        label="BagNet-17, conventional training",
+        names=(*ours.get(dataset, ()), f"paper_{dataset}_bn17"),
+        remark=SCRATCH,
+    )
+
+
+def small_field(dataset: str) -> Network | None:
+    """Return our own small network for robust masking, where the zoo has one."""
+    if dataset != "cifar10":
+        return None
+    return Network(
+        label="Mask-Srf-7",
+        names=("cifar10_mask_srf",),
+        remark="our small network at 32 px (field 7 px, stride 1) in place of BagNet-17 at 192 px",
+        stand_in=True,
+    )
+
+
+def maskers(dataset: str) -> tuple[Network, ...]:
+    """Return the networks whose logits are masked: the paper's BagNet-17, and ours where there is one."""
+    ours = small_field(dataset)
+    return (bagnet(dataset), *(() if ours is None else (ours,)))
+
+
+def bands(dataset: str) -> Network:
+    """Return the network of Mask-DS and DS."""
+    ours = {"cifar10": ("cifar10_mask_ds",)}
+    label = "DS-4-ResNet-18" if dataset == "cifar10" else "DS-25-ResNet-50"
+    return Network(label=label, names=(*ours.get(dataset, ()), f"paper_{dataset}_ds"))
+
+
+def double_masker(dataset: str) -> Network | None:
+    """Return the network that was trained for double masking."""
+    ours = {"cifar10": ("cifar10", "Srf-7 trained for double masking"), "imagenette": ("imagenette_bn17", "BagNet-17")}
+    if dataset not in ours:
+        return None
+    name, label = ours[dataset]
+    return Network(label=label, names=(name,), stand_in=True)
+
+
+def residual(dataset: str) -> Network:
+    """Return the undefended ResNet-50."""
+    names = {
+        "imagenette": ("imagenette_resnet50", "paper_imagenette_resnet50"),
+        "cifar10": ("paper_cifar10_resnet50_192",),
+    }
+    return Network(label="ResNet-50", names=names.get(dataset, (f"paper_{dataset}_resnet50",)))
+
+
+def residuals(dataset: str) -> tuple[Network, ...]:
+    """Return the undefended ResNets: the paper's, and ours where it is another one."""
+    ours = Network(
+        label="ResNet-18",
+        names=("cifar10_resnet18",),
+        remark="three quarters of the width, at 32 px, in place of ResNet-50 at 192 px",
+        stand_in=True,
+    )
+    return (residual(dataset), *((ours,) if dataset == "cifar10" else ()))

@@ -14,6 +14,7 @@ from patchguard.training.recipe import Recipe
 
 # Source images of any size are brought to the 32 pixels that the network knows; for CIFAR-10 itself nothing changes.
 _CIFAR10: dict[str, Any] = {"input_side": 32, "resize": "bilinear"}
+_PLAIN: dict[str, Any] = {"weights": {"plain": 1.0}, "plain_share": 1.0}
 
 
 def cifar10() -> Recipe:
@@ -146,6 +147,36 @@ def cifar10_mask_bn17_nearest() -> Recipe:
     )
 
 
+def _cifar10_bagnet(field: int, **settings: Any) -> Recipe:
+    changes = {"name": f"cifar10_mask_bn{field}", "model": f"bagnet{field}", **settings}
+    return cifar10_mask_bn17_provable().changed(changes)
+
+
+def cifar10_mask_bn9() -> Recipe:
+    """Robust masking of BagNet-9 at 192 px (bicubic): the first half of `cifar10_mask_bn17` with a smaller field."""
+    return _cifar10_bagnet(9)
+
+
+def cifar10_mask_bn33() -> Recipe:
+    """Robust masking of BagNet-33 at 192 px (bicubic): the first half of `cifar10_mask_bn17` with a larger field."""
+    return _cifar10_bagnet(33)
+
+
+def cifar10_plain_bn17() -> Recipe:
+    """BagNet-17 at 192 px (bicubic) without provable adversarial training, else as `cifar10_mask_bn17_provable`."""
+    return _cifar10_bagnet(17, name="cifar10_plain_bn17", **_PLAIN)
+
+
+def cifar10_plain_bn9() -> Recipe:
+    """BagNet-9 at 192 px (bicubic) without provable adversarial training."""
+    return _cifar10_bagnet(9, name="cifar10_plain_bn9", **_PLAIN)
+
+
+def cifar10_plain_bn33() -> Recipe:
+    """BagNet-33 at 192 px (bicubic) without provable adversarial training."""
+    return _cifar10_bagnet(33, name="cifar10_plain_bn33", **_PLAIN)
+
+
 # -- photos ------------------------------------------------------------------------------------------------------------
 
 
@@ -194,6 +225,37 @@ def imagenette_mask_bn17() -> Recipe:
     )
 
 
+def _imagenette_bagnet(field: int, **settings: Any) -> Recipe:
+    """Start, as `imagenette_bn17` does, from the kernel sums of ResNet-50."""
+    changes = {"name": f"imagenette_mask_bn{field}", "model": f"bagnet{field}", "defense": "RobustMasking", "low": 0.0}
+    return imagenette_bn17().changed({**changes, "weights": {"robust_masking": 0.7, "plain": 0.3}, **settings})
+
+
+def imagenette_mask_bn9() -> Recipe:
+    """Robust masking of BagNet-9 on ImageNette, from the kernel sums of ResNet-50."""
+    return _imagenette_bagnet(9)
+
+
+def imagenette_mask_bn33() -> Recipe:
+    """Robust masking of BagNet-33 on ImageNette, from the kernel sums of ResNet-50."""
+    return _imagenette_bagnet(33)
+
+
+def imagenette_plain_bn17() -> Recipe:
+    """BagNet-17 on ImageNette without provable adversarial training, from the kernel sums of ResNet-50."""
+    return _imagenette_bagnet(17, name="imagenette_plain_bn17", **_PLAIN)
+
+
+def imagenette_plain_bn9() -> Recipe:
+    """BagNet-9 on ImageNette without provable adversarial training, from the kernel sums of ResNet-50."""
+    return _imagenette_bagnet(9, name="imagenette_plain_bn9", **_PLAIN)
+
+
+def imagenette_plain_bn33() -> Recipe:
+    """BagNet-33 on ImageNette without provable adversarial training, from the kernel sums of ResNet-50."""
+    return _imagenette_bagnet(33, name="imagenette_plain_bn33", **_PLAIN)
+
+
 # -- first steps -------------------------------------------------------------------------------------------------------
 
 
@@ -224,9 +286,19 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
         cifar10_mask_bn17,
         cifar10_mask_bn17_nearest_provable,
         cifar10_mask_bn17_nearest,
+        cifar10_mask_bn9,
+        cifar10_mask_bn33,
+        cifar10_plain_bn17,
+        cifar10_plain_bn9,
+        cifar10_plain_bn33,
         cifar10_resnet18,
         imagenette_bn17,
         imagenette_mask_bn17,
+        imagenette_mask_bn9,
+        imagenette_mask_bn33,
+        imagenette_plain_bn17,
+        imagenette_plain_bn9,
+        imagenette_plain_bn33,
         tiny,
         *paper_recipes.ALL,
     )

@@ -2,7 +2,6 @@
 
 from patchguard.experiments.paper.experiment import Experiment, late
 
-PHOTOS = ("imagenette", "imagenet")
 ALL = ("imagenette", "imagenet", "cifar10")
 DETAILED = ("imagenette", "cifar10")
 
@@ -16,6 +15,83 @@ EXPERIMENTS: dict[str, Experiment] = {
             where=("tab-huge-provable",),
             sets=ALL,
             run=late("main_table"),
+        ),
+        Experiment(
+            name="vanilla",
+            title="Clean accuracy of ResNet and BagNet",
+            where=("tab-huge-vanilla",),
+            sets=ALL,
+            run=late("undefended", "vanilla"),
+        ),
+        Experiment(
+            name="clipping",
+            title="Effect of logits clipping values on undefended networks",
+            where=("tab-clipping", "tab-clipping-cifar"),
+            sets=DETAILED,
+            run=late("undefended", "clipping"),
+        ),
+        Experiment(
+            name="feature_masking",
+            title="Invariance of predictions to feature masking",
+            where=("tab-feature-mask", "tab-feature-mask-cifar"),
+            sets=DETAILED,
+            run=late("undefended", "feature_masking"),
+        ),
+        Experiment(
+            name="fields",
+            title="Effect of receptive field sizes",
+            where=("tab-masking-provable", "tab-masking-provable-cifar"),
+            sets=DETAILED,
+            run=late("masking_tables", "fields"),
+        ),
+        Experiment(
+            name="thresholds",
+            title="Effect of detection thresholds, with the corrected bound",
+            where=("tab-masking-thres", "tab-masking-thres-cifar"),
+            sets=DETAILED,
+            run=late("thresholds"),
+        ),
+        Experiment(
+            name="features",
+            title="Effect of feature types on Mask-BN and Mask-DS",
+            where=("tab-feature-bn", "tab-feature-ds", "tab-feature-bn-cifar", "tab-feature-ds-cifar"),
+            sets=DETAILED,
+            run=late("masking_tables", "features"),
+        ),
+        Experiment(
+            name="mask_sizes",
+            title="Effect of over-conservatively large masks; Lemma 1 against the tighter bound",
+            where=("tab-mismatch", "tab-mismatch-cifar"),
+            sets=DETAILED,
+            run=late("mask_sizes"),
+        ),
+        Experiment(
+            name="training",
+            title="Effect of provable adversarial training",
+            where=("tab-adv-training",),
+            sets=ALL,
+            run=late("masking_tables", "training"),
+        ),
+        Experiment(
+            name="top_k",
+            title="Top-k accuracies",
+            where=("tab-topk",),
+            sets=ALL,
+            run=late("masking_tables", "top_k"),
+        ),
+        Experiment(
+            name="shapes",
+            title="Patches of different shapes",
+            where=("tab-shape",),
+            sets=ALL,
+            run=late("masking_tables", "shapes"),
+        ),
+        Experiment(
+            name="large_patches",
+            title="Patches up to 192x192",
+            where=("fig-large-patch",),
+            sets=DETAILED,
+            run=late("large_patches"),
         ),
     )
 }

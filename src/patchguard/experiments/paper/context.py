@@ -57,6 +57,7 @@ class Context:
     seed: int = 0
     train: bool = False
     progress: Progress = _silent
+    _opened: dict[tuple[str, str], Maps] = field(default_factory=dict, init=False, repr=False)
 
     # -- images --------------------------------------------------------------------------------------------------------
 
@@ -154,8 +155,13 @@ class Context:
 
     def maps(self, names: str | Sequence[str], dataset: str) -> Maps:
         """Return the local logits of a set by the first model of `names` that is here, from disk or computed now."""
-        source = self.images(dataset)
         name = self.choose(names)
+        if (name, dataset) not in self._opened:
+            self._opened[name, dataset] = self._maps(name, dataset)
+        return self._opened[name, dataset]
+
+    def _maps(self, name: str, dataset: str) -> Maps:
+        source = self.images(dataset)
         guard = self.guard(name)
         source = matched(source, guard)
         assert source.targets is not None

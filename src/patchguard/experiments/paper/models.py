@@ -44,25 +44,22 @@ def usual_patch(dataset: str) -> str:
 
 def bagnet(dataset: str, field: int = 17) -> Network:
     """Return the BagNet of Mask-BN, trained for masking."""
-    paper = f"paper_{dataset}_bn{field}_provable"
+    label, paper = f"Mask-BN-{field}", f"paper_{dataset}_bn17_provable"
     if dataset == "imagenette" and field == 17:
-        names = ("imagenette_mask_bn17", paper, "imagenette_bn17")
-        return Network(label="Mask-BN-17", names=names, remark=f"{SCRATCH}: first weights from ResNet-50's kernels")
-    if dataset == "imagenette":
-        return Network(label=f"Mask-BN-{field}", names=(f"imagenette_mask_bn{field}", paper), remark=SCRATCH)
-    if dataset == "cifar10":
-        return Network(label=f"Mask-BN-{field}", names=(f"cifar10_mask_bn{field}", paper), remark=SCRATCH)
-    return Network(label=f"Mask-BN-{field}", names=(paper,), remark=SCRATCH)
+        names: tuple[str, ...] = ("imagenette_mask_bn17", paper, "imagenette_bn17")
+    elif dataset in ("imagenette", "cifar10"):
+        names = (f"{dataset}_mask_bn{field}", *((paper,) if field == 17 else ()))
+    else:
+        names = (paper,)
+    return Network(label=label, names=names, remark=SCRATCH)
 
 
-def conventional(dataset: str) -> Network:
-    """Return BagNet-17 without provable adversarial training."""
-    ours = {"imagenette": ("imagenette_plain_bn17",), "cifar10": ("cifar10_plain_bn17",)}
-    return Network(
-        label="BagNet-17, conventional training",
-        names=(*ours.get(dataset, ()), f"paper_{dataset}_bn17"),
-        remark=SCRATCH,
-    )
+def plain_bagnet(dataset: str, field: int = 17, *, only: bool = False) -> Network:
+    """Return a BagNet without provable adversarial training; else, unless `only` that will do, one with it."""
+    ours = (f"{dataset}_plain_bn{field}",) if dataset in ("imagenette", "cifar10") else ()
+    paper = (f"paper_{dataset}_bn17",) if field == 17 else ()
+    names = (*ours, *paper, *(() if only else bagnet(dataset, field).names))
+    return Network(label=f"BagNet-{field}", names=names, remark=SCRATCH)
 
 
 def small_field(dataset: str) -> Network | None:

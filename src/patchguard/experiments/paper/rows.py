@@ -45,12 +45,14 @@ def measure(
     build: Build,
     *,
     prefix: bool = False,
+    spaced: bool = True,
 ) -> Found:
     """Return a row for each label that `build` makes cells for, with the paper's numbers of that label beside it.
 
     Without the model there are the paper's rows, not run, with the command that would. Where a network sees an enlarged
     image, the paper's patch is placed on the enlarged one; further rows then have the windows that a patch in the image
-    itself reaches through the resizing. `prefix` puts the network's name before each label.
+    itself reaches through the resizing (not where `spaced` says that there are no windows). `prefix` puts the network's
+    name before each label.
     """
 
     def named(label: str) -> str:
@@ -67,14 +69,14 @@ def measure(
         return Found(rows=rows)
     found = Found(models=[maps.model])
     first: Question | None = None
-    for suffix, windows_of in spaces(maps).items():
+    for suffix, windows_of in spaces(maps).items() if spaced else [("", maps.windows)]:
         cells = build(maps, windows_of)
         questions = {cell[0] for row in cells.values() for cell in row if cell is not None}
         counts = count(maps, {question: question for question in questions}, context.device)
         for label, row in cells.items():
             theirs = () if suffix else tuple(published.get(label, ()))
             ours = tuple(_value(counts, cell) for cell in row)
-            note = described(maps, network, suffix)
+            note = described(maps, network, suffix, spaced=spaced)
             found.rows.append(Row(label=named(label) + suffix, ours=ours, published=theirs, note=note))
         first = first or next((cell[0] for row in cells.values() for cell in row if cell is not None), None)
     if first is not None:
@@ -112,11 +114,11 @@ def spaces(maps: Maps) -> dict[str, WindowsOf]:
     return {"": enlarged, TRUE_WINDOWS: maps.windows}
 
 
-def described(maps: Maps, network: Network, suffix: str = "") -> str:
+def described(maps: Maps, network: Network, suffix: str = "", *, spaced: bool = False) -> str:
     """Return which model made a row, and how it differs from the paper's."""
     words = [f"{maps.model}, {len(maps):,} images"]
     if network.remark:
         words.append(network.remark)
-    if enlargement(maps) > 1:
+    if spaced and enlargement(maps) > 1:
         words.append("patch in the image itself" if suffix else "patch placed after enlarging, as in the paper")
     return "; ".join(words)

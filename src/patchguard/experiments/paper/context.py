@@ -66,9 +66,9 @@ class Context:
         try:
             source = open_source(dataset, self.data_root)
         except InputError as error:
-            root = data_root(self.data_root)
-            how = f"patchguard data get {dataset} --root {root}" if dataset in CATALOG else "check the path"
-            raise Missing(f"{dataset} is not in {root} ({error}): {how}") from None
+            how = f"patchguard data get {dataset} --root {data_root(self.data_root)}"
+            known = dataset in CATALOG and "patchguard data get" not in str(error)
+            raise Missing(f"no {dataset} here: {error}{' ' + how if known else ''}") from None
         if source.targets is None:
             raise InputError(f"`dataset` must have classes to be right or wrong about; {dataset} has none.")
         return source if self.limit is None else source.limited(self.limit, self.seed)
@@ -133,8 +133,8 @@ class Context:
 
         if name not in recipes.RECIPES or name in PRESETS or name in REGISTRY:
             raise Missing(f"not run: no trained {name} here, and no recipe. {self.command(name)}")
-        for before in self._needed(name):
-            self._train(before)
+        while before := self._needed(name):
+            self._train(before[0])
         recipe = recipes.named(name)
         known = {each: self._file(each) for each in (recipe.initial, recipe.teacher) if each}
         paths = {key: str(known[each]) for key in ("initial", "teacher") if (each := getattr(recipe, key))}

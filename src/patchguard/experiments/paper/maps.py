@@ -133,8 +133,8 @@ def read(folder: Path, about: Mapping[str, Any]) -> Stored | None:
             sample_places=tuple(found["sample_places"]),
             targets=torch.from_numpy(np.load(folder / "targets.npy")),
         )
-    except FileNotFoundError as error:
-        if folder.is_dir():
+    except OSError as error:
+        if folder.is_dir() and error.filename:
             logger.warning("%s lacks %s and is made anew", folder, Path(error.filename).name)
     except (ValueError, KeyError, TypeError) as error:
         logger.warning("%s is damaged and made anew: %s", folder, error)

@@ -1,7 +1,11 @@
 """Counting over maps: which labels are right and which are proved, for many settings in one pass over the files."""
 
-from collections.abc import Hashable, Mapping
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar, final
 
 import torch
@@ -49,13 +53,13 @@ def double_masking(windows: Windows, evidence: Evidence = SIGNED) -> Question:
 
 
 @final
-@dataclass
+@dataclass(frozen=True)
 class Counts:
     """How many of `of` images are right, and for how many of these that is proved."""
 
-    of: int = 0
-    right: int = 0
-    proved: int = 0
+    of: int
+    right: int
+    proved: int
 
     @property
     def clean(self) -> Share:
@@ -113,17 +117,48 @@ def among_best(scores: Float[Tensor, "some classes"], targets: Tensor, top_k: in
     return before.sum(1) < top_k
 
 
+def over_batches(
+    maps: Maps, device: torch.device, work: Callable[[Tensor, Tensor], Counter[Hashable]]
+) -> Counter[Hashable]:
+    """Return the sum of what `work` counts in each batch of logits and targets.
+
+    On a CPU, batches are shared by as many threads as there are processors, and each does its sums alone: the tensors
+    are too small to be divided.
+    """
+    total: Counter[Hashable] = Counter()
+    if device.type != "cpu":
+        for batch in maps.batches(device):
+            total.update(work(*batch))
+        return total
+    threads = torch.get_num_threads()
+    workers = max(1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    try:
+        with ThreadPoolExecutor(workers, "maps", partial(torch.set_num_threads, 1)) as pool:
+            waiting: deque[Future[Counter[Hashable]]] = deque()
+            for batch in maps.batches(device):
+                waiting.append(pool.submit(work, *batch))
+                if len(waiting) > workers:
+                    total.update(waiting.popleft().result())
+            for future in waiting:
+                total.update(future.result())
+    finally:
+        torch.set_num_threads(threads)
+    return total
+
+
 def count(maps: Maps, questions: Mapping[Key, Question], device: torch.device) -> dict[Key, Counts]:
     """Answer questions about all maps, in one pass."""
-    found = {key: Counts() for key in questions}
-    for local_logits, targets in maps.batches(device):
+
+    def work(local_logits: Tensor, targets: Tensor) -> Counter[Hashable]:
         batch = _Batch(local_logits, targets)
+        found: Counter[Hashable] = Counter()
         for key, question in questions.items():
-            counts = found[key]
-            counts.of += len(targets)
-            counts.right += int(batch.is_right(question).sum())
-            counts.proved += int(batch.is_proved(question).sum())
-    return found
+            found[key, "right"] += int(batch.is_right(question).sum())
+            found[key, "proved"] += int(batch.is_proved(question).sum())
+        return found
+
+    total = over_batches(maps, device, work)
+    return {key: Counts(len(maps), total[key, "right"], total[key, "proved"]) for key in questions}
 
 
 def rounding(maps: Maps, question: Question, device: torch.device) -> dict[str, int]:

@@ -4,6 +4,8 @@ The published bound (Algorithm 2 with T > 0) lets an attack only erase evidence 
 so that a window full of honest evidence passes T and is masked: docs/theory.md has the bound that holds.
 """
 
+from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import final
@@ -22,7 +24,7 @@ from patchguard.experiments.paper.context import Context
 from patchguard.experiments.paper.experiment import TITLES, Missing, Result, Row, Table
 from patchguard.experiments.paper.maps import Maps
 from patchguard.experiments.paper.rows import described, spaces
-from patchguard.experiments.paper.tally import LOGITS, masking, rounding, told
+from patchguard.experiments.paper.tally import LOGITS, masking, over_batches, rounding, told
 from patchguard.overlap import heaviest, sums
 from patchguard.windows import Windows
 
@@ -54,7 +56,7 @@ def run(context: Context, dataset: str) -> Result:
                 windows = windows_of(patch)
                 note = described(maps, network, suffix, spaced=True)
                 for label, tally in zip(theirs, tallies(maps, windows, context.device), strict=True):
-                    ours = tuple(metrics.share(number, len(maps)) for number in tally.numbers())
+                    ours = tuple(metrics.share(number, len(maps)) for number in tally)
                     rows.append(
                         Row(label=label + suffix, ours=ours, published=() if suffix else theirs[label], note=note)
                     )
@@ -68,41 +70,35 @@ def run(context: Context, dataset: str) -> Result:
     )
 
 
-@final
-@dataclass
-class Tally:
-    """Counts of one threshold."""
-
-    right: int = 0
-    proved: int = 0
-    detected: int = 0
-    detected_any: int = 0
-    published: int = 0
-
-    def numbers(self) -> tuple[int, ...]:
-        """Return the counts in the order of the columns."""
-        return self.right, self.proved, self.detected, self.detected_any, self.published
+NUMBERS = ("right", "proved", "detected", "detected any", "published")  # in the order of the columns
 
 
-def tallies(maps: Maps, windows: Windows, device: torch.device) -> list[Tally]:
+def tallies(maps: Maps, windows: Windows, device: torch.device) -> list[tuple[int, ...]]:
     """Count, for each threshold, over all maps; what thresholds share is computed once."""
-    found = [Tally() for _ in THRESHOLDS]
-    for local_logits, targets in maps.batches(device):
+
+    def work(local_logits: Tensor, targets: Tensor) -> Counter[Hashable]:
+        found: Counter[Hashable] = Counter()
         evidence = LOGITS(local_logits)
         total = evidence.values.sum((2, 3))
         hidden = sums(evidence.values, windows).amax(-1)
         bounds = Bounds.of(evidence, windows, targets)
-        for threshold, tally in zip(THRESHOLDS, found, strict=True):
+        for threshold in THRESHOLDS:
             p, q = threshold.numerator, threshold.denominator
             over = q * hidden > p * total
             label = ties.argmax(torch.where(over, total - hidden, total), dim=1)
             right = label == targets
-            tally.right += int(right.sum())
-            tally.detected += int(select(over, label).sum())
-            tally.detected_any += int(over.any(1).sum())
-            tally.proved += int(proved(evidence, windows, targets, threshold, bounds, right).sum())
-            tally.published += int((bounds.published(threshold) & right).sum())
-    return found
+            marks = (
+                right,
+                proved(evidence, windows, targets, threshold, bounds, right),
+                select(over.long(), label),
+                over.any(1),
+                bounds.published(threshold) & right,
+            )
+            found.update({(threshold, name): int(mark.sum()) for name, mark in zip(NUMBERS, marks, strict=True)})
+        return found
+
+    counted = over_batches(maps, device, work)
+    return [tuple(counted[threshold, name] for name in NUMBERS) for threshold in THRESHOLDS]
 
 
 @final

@@ -1,8 +1,10 @@
 """Undefended networks: clean accuracy, clipping of local logits, invariance to masking of features."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from patchguard import ties
 from patchguard.defenses import Undefended
@@ -14,7 +16,7 @@ from patchguard.experiments.paper.experiment import TITLES, Missing, Result, Row
 from patchguard.experiments.paper.maps import Maps
 from patchguard.experiments.paper.models import Network
 from patchguard.experiments.paper.rows import Build, Cell, Found, WindowsOf, described, measure
-from patchguard.experiments.paper.tally import SIGNED, Question, rounding, told
+from patchguard.experiments.paper.tally import SIGNED, Question, over_batches, rounding, told
 from patchguard.overlap import sums
 from patchguard.windows import Windows
 
@@ -127,26 +129,29 @@ def invariance(maps: Maps, device: torch.device) -> dict[str, list[Value]]:
     Masked accuracy: right labels among all images and windows. % images: some window gives a wrong label.
     % windows per image: the mean share of windows that change the label of the unmasked network.
     """
-    found: dict[str, list[Value]] = {"Masked accuracy": [], "% images": [], "% windows per image": []}
-    totals = {side: [0, 0, 0] for side in SIDES}  # right pairs, images with a wrong one, changed pairs
     windows = {side: Windows.sliding(grid=maps.grid, size=_fitting(side, maps.grid)) for side in SIDES if side}
-    for local_logits, targets in maps.batches(device):
+
+    def work(local_logits: Tensor, targets: Tensor) -> Counter[Hashable]:
+        counted: Counter[Hashable] = Counter()
         values = SIGNED(local_logits).values
         total = values.sum((2, 3))
-        plain = ties.argmax(total, dim=1)
+        plain = ties.argmax(total, dim=1).unsqueeze(1)
         for side in SIDES:
             seen = total.unsqueeze(2) - sums(values, windows[side]) if side else total.unsqueeze(2)
             label = ties.argmax(seen, dim=1)  # images, windows
             right = label == targets.unsqueeze(1)
-            totals[side][0] += int(right.sum())
-            totals[side][1] += int((~right.all(1)).sum())
-            totals[side][2] += int((label != plain.unsqueeze(1)).sum())
+            counted[side, "right"] = int(right.sum())
+            counted[side, "images"] = int((~right.all(1)).sum())
+            counted[side, "changed"] = int((label != plain).sum())
+        return counted
+
+    counts = over_batches(maps, device, work)
+    found: dict[str, list[Value]] = {"Masked accuracy": [], "% images": [], "% windows per image": []}
     for side in SIDES:
-        right_pairs, images, changed = totals[side]
         pairs = len(maps) * (len(windows[side]) if side else 1)
-        found["Masked accuracy"].append(100 * right_pairs / pairs)
-        found["% images"].append(metrics.share(images, len(maps)))
-        found["% windows per image"].append(100 * changed / pairs)
+        found["Masked accuracy"].append(100 * counts[side, "right"] / pairs)
+        found["% images"].append(metrics.share(counts[side, "images"], len(maps)))
+        found["% windows per image"].append(100 * counts[side, "changed"] / pairs)
     return found
 
 

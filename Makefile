@@ -31,6 +31,7 @@ bench: .venv/installed
 
 docs: .venv/installed
 	$(BIN)/python docs/make_cli.py
+	$(BIN)/python docs/make_reproduction.py
 
 format: .venv/installed
 	$(BIN)/ruff format .

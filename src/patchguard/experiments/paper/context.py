@@ -100,10 +100,10 @@ class Context:
         """Return the command that makes a model."""
         if name == "imagenette_resnet50":
             return f"python -m patchguard.training.pretrained resnet50.safetensors zoo/{name}.safetensors"
-        root = data_root(self.data_root)
+        root = "" if self.data_root is None else f" --data {self.data_root}"
         if name not in recipes.RECIPES:
             return f"Put {name}.safetensors into a folder and set {zoo.FOLDER} to that folder."
-        words = f"patchguard train --recipe {name} --data {root} --out {self.cache / 'models' / name}"
+        words = f"patchguard train --recipe {name}{root} --out {self.cache / 'models' / name}"
         before = self._needed(name)
         first = f" (first: {', '.join(before)})" if before else ""
         return f"{words}{first}"

@@ -1,0 +1,114 @@
+"""Write docs/reproduction.md from results/reproduction: python docs/make_reproduction.py (make docs). A test compares.
+
+A run becomes a published one by copying its result.json to results/reproduction/<name>-<data>.json, pictures beside it
+as <name>-<data>-<picture>.png.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from patchguard.experiments.paper import EXPERIMENTS
+from patchguard.experiments.paper.experiment import TITLES, percent, written
+
+PAGE = Path(__file__).with_name("reproduction.md")
+RUNS = Path(__file__).parents[1] / "results" / "reproduction"
+LARGE = 2.0  # points: a larger gap is listed with its reason
+
+HEAD = """# The paper's tables, run again
+
+Made by `make docs` from results/reproduction. Numbers are percentages of all test images unless a row says otherwise:
+ours first, the published one in brackets, `-` where nothing was measured. `patchguard reproduce NAME --data-root DIR`
+runs one of them, `patchguard reproduce --list` shows all.
+
+Three things differ everywhere. Our certificates are the corrected ones ([theory](theory.md)): ties are not certified, a
+detection threshold above 0 is charged for what an attack can add, and windows come from the traced network. No weights
+pretrained as BagNets on ImageNet are at hand; each row names the model that was used. Certificates are about local
+logits kept as float16; the notes say how many answers that changes on a sample.
+"""
+
+
+def page(runs: Path = RUNS) -> str:
+    """Return the whole page."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(runs.glob("*.json"))}
+    text = [HEAD, *contents(found)]
+    for experiment in EXPERIMENTS.values():
+        for dataset in experiment.sets or ("",):
+            name = f"{experiment.name}-{dataset}" if dataset else experiment.name
+            if name in found:
+                title = f"{experiment.title}{': ' + TITLES[dataset] if dataset else ''}"
+                text.append(f"\n## {title}\n\n`patchguard reproduce {experiment.name}`")
+                text.append((f" on {device(found[name])}" if device(found[name]) else "") + "\n")
+                text += section(found[name], name, runs)
+    return "".join(text)
+
+
+def contents(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of what was run on what."""
+    yield "\n| experiment | in the paper | run | not run |\n|---|---|---|---|\n"
+    for experiment in EXPERIMENTS.values():
+        names = {
+            TITLES[each] or "done": f"{experiment.name}-{each}" if each else experiment.name
+            for each in experiment.sets or ("",)
+        }
+        done = [title for title, name in names.items() if name in found]
+        rest = [title for title, name in names.items() if name not in found]
+        words = (experiment.title, ", ".join(experiment.where), ", ".join(done), ", ".join(rest))
+        yield f"| `{experiment.name}`: {' | '.join(words)} |\n"
+
+
+def device(run: dict[str, Any]) -> str:
+    """Return where a run was made, and on how many images if not on all."""
+    words = str(run.get("environment", {}).get("device_name") or run.get("device", ""))
+    return words + (f", {run['limit']} images" if run.get("limit") else "")
+
+
+def section(run: dict[str, Any], name: str, runs: Path) -> Iterator[str]:
+    """Yield the tables of one run, the reasons for large gaps, its pictures and notes."""
+    for table in run["tables"]:
+        if not table["rows"]:
+            continue
+        where = f" ({table['where']})" if table["where"] else ""
+        yield f"\n**{table['title']}**{where}\n\n"
+        yield f"| | {' | '.join(table['columns'])} |\n|---|{'---|' * len(table['columns'])}\n"
+        for row in table["rows"]:
+            theirs = row["published"] or [None] * len(table["columns"])
+            cells = [
+                written(mine) + ("" if paper is None else f" ({written(paper)})")
+                for mine, paper in zip(row["ours"], theirs, strict=True)
+            ]
+            yield f"| {row['label']} | {' | '.join(cells)} |\n"
+        yield from remarks(table)
+    for picture in run["figures"]:
+        if (runs / f"{name}-{picture}.png").is_file():
+            yield f"\n![{picture}](../results/reproduction/{name}-{picture}.png)\n"
+    if run["notes"]:
+        yield "\n" + "".join(f"- {note}\n" for note in run["notes"])
+
+
+def remarks(table: dict[str, Any]) -> Iterator[str]:
+    """Yield each remark once, with the rows it is about and their largest gap to the paper."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in table["rows"]:
+        groups.setdefault(row["note"], []).append(row)
+    lines = []
+    for note, rows in groups.items():
+        gaps = [gap for row in rows for gap in differences(row)]
+        widest = max(gaps, key=abs, default=0.0)
+        far = f" (up to {widest:+.1f} points from the paper)" if abs(widest) > LARGE else ""
+        if note:
+            lines.append(f"- {', '.join(row['label'] for row in rows)}{far}: {note}\n")
+    if lines:
+        yield "\n" + "".join(lines)
+
+
+def differences(row: dict[str, Any]) -> list[float]:
+    """Return ours minus the paper's, where there are both."""
+    pairs = zip(row["ours"], row["published"] or [], strict=False)
+    numbers = [(percent(mine), paper) for mine, paper in pairs]
+    return [mine - paper for mine, paper in numbers if mine is not None and paper is not None]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -16,6 +16,7 @@ from patchguard.experiments.paper import thresholds as detection
 from patchguard.experiments.paper.experiment import Row, Table, percent, written
 from patchguard.experiments.paper.maps import Maps
 from patchguard.experiments.paper.outcome import png
+from patchguard.experiments.paper.settled import doubly_masked
 from patchguard.experiments.paper.tally import LOGITS, SIGNED, among_best, count, masking
 from patchguard.patch import Patch
 from patchguard.windows import Windows
@@ -170,6 +171,17 @@ def test_thresholds_are_what_the_defense_proves(guard, side):
     assert proved[-1] == 0
 
 
+@pytest.mark.parametrize("side", [2, 3])
+def test_double_masking_is_settled_as_the_defense_certifies(guard, side):
+    maps = made_maps(guard, grid=(8, 8), count=120, spread=2.0)
+    windows = Windows.sliding(grid=(8, 8), size=(side, side))
+    for evidence in (SIGNED, replace(SIGNED, drift=0.01), Evidence(kind="confidence")):
+        made = evidence(torch.from_numpy(maps.local_logits).float() - 0.5)
+        certified = DoubleMasking(masks=windows).certify(made, windows, maps.targets).certified
+        assert torch.equal(doubly_masked(made, windows, maps.targets), certified)
+        assert 10 < int(certified.sum()) < 110
+
+
 def test_quick_bounds_settle_some_images_and_never_wrongly(guard):
     maps, threshold = made_maps(guard), Fraction(2, 5)
     windows = Windows.sliding(grid=(7, 7), size=(2, 2))
@@ -267,8 +279,18 @@ def test_counting_does_not_depend_on_batches(guard, monkeypatch):
     whole = count(maps, questions, CPU)
     monkeypatch.setattr("patchguard.experiments.paper.maps.ELEMENTS", {"cpu": 7 * 4 * 49, "cuda": 1})
     threads = torch.get_num_threads()
-    assert count(maps, questions, CPU) == whole
+    assert count(replace(maps), questions, CPU) == whole
     assert torch.get_num_threads() == threads
+
+
+def test_a_question_is_counted_once(guard, monkeypatch):
+    maps, windows = made_maps(guard), Windows.sliding(grid=(7, 7), size=(2, 2))
+    first = count(maps, {"a": masking(windows)}, CPU)["a"]
+    monkeypatch.setattr(Maps, "batches", lambda self, device: pytest.fail("counted again"))
+    assert count(maps, {"b": masking(windows)}, CPU)["b"] == first
+    monkeypatch.undo()
+    other = replace(maps, targets=(maps.targets + 1) % 4)
+    assert count(other, {"a": masking(windows)}, CPU)["a"] != first
 
 
 def test_large_patches_are_drawn(context, monkeypatch):

@@ -226,11 +226,11 @@ class Context:
                     logger.warning("left out: %s", image)
                 else:
                     pixels = image[None].to(self.device).float() / 255
-                    images.append(pixels if prepare is None else prepare(pixels))
+                    with runtime.full_precision(self.device):
+                        images.append(pixels if prepare is None else prepare(pixels))
                     targets.append(source.targets[place])
                 if len(images) == at_once or (images and place == len(source) - 1):
-                    with runtime.full_precision(self.device):
-                        yield guard.local_logits(torch.cat(images)), torch.tensor(targets)
+                    yield guard.local_logits(torch.cat(images)), torch.tensor(targets)
                     images, targets = [], []
         finally:
             guard.model.to("cpu")

@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -61,6 +61,7 @@ class Maps:
     sample_places: tuple[int, ...]
     sample_logits: np.ndarray
     about: Mapping[str, Any]
+    answers: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)  # what was counted, by question
 
     def __len__(self) -> int:
         return len(self.targets)

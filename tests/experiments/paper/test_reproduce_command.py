@@ -9,7 +9,7 @@ from reproduction import IMAGES
 from typer.testing import CliRunner
 
 from patchguard.cli import app
-from patchguard.experiments.paper import EXPERIMENTS
+from patchguard.experiments.paper import EXPERIMENTS, outcome
 from patchguard.experiments.paper.context import Context
 from patchguard.experiments.paper.experiment import Experiment, Missing, Result, Row, Table
 
@@ -97,11 +97,11 @@ def test_what_lacks_its_data_is_skipped_and_the_rest_is_run(run, monkeypatch, tm
         table = Table(title="t", where="", columns=("a",), rows=(Row(label="r", ours=(1.0,), published=(2.0,)),))
         return Result(tables=(table,), figures={"drawn": b"\x89PNG"})
 
-    for name in list(EXPERIMENTS):
-        monkeypatch.delitem(EXPERIMENTS, name)
-    for name, function in (("lacking", lacking), ("found", found)):
-        made = Experiment(name=name, title=name, where=(), sets=(), run=function)
-        monkeypatch.setitem(EXPERIMENTS, name, made)
+    made = {
+        name: Experiment(name=name, title=name, where=(), sets=(), run=function)
+        for name, function in (("lacking", lacking), ("found", found))
+    }
+    monkeypatch.setattr(outcome, "EXPERIMENTS", made)
     shown = run("all")
     assert shown.exit_code == 0, shown.stderr
     assert "lacking: skipped. no such data: get it" in shown.stdout

@@ -9,6 +9,7 @@ from patchguard.models.ablation import block_resnet18, ds_resnet18, ds_resnet50
 from patchguard.models.bagnet import bagnet9, bagnet17, bagnet33
 from patchguard.models.base import LocalModel
 from patchguard.models.bridge import wrap
+from patchguard.models.interval_cnn import interval_cnn
 from patchguard.models.resnet import resnet18, resnet50
 from patchguard.models.srf import srf, srf_wide
 
@@ -26,6 +27,7 @@ REGISTRY: dict[str, Callable[..., LocalModel]] = {
     "ds_resnet18": ds_resnet18,
     "ds_resnet50": ds_resnet50,
     "block_resnet18": block_resnet18,
+    "interval_cnn": interval_cnn,
 }
 
 

@@ -30,7 +30,7 @@ LAYERS = [
         "verify",
     },
     {"models", "data", "defenses"},
-    {"guard", "config"},
+    {"guard", "config", "interval"},
     {"zoo", "presets", "certificate_file", "empirical"},
     {"attacks", "training"},
     {"experiments"},

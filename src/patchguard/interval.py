@@ -87,8 +87,8 @@ class IntervalGuard:
             for part in torch.split(images, at_once):
                 features = self._normalized(part.to(device))
                 for layer in self.model.convolutions():
-                    features = F.relu(linear(layer, layer.weight, features) + shaped(layer))
-                logits = linear(self.model.fc, self.model.fc.weight, features) + shaped(self.model.fc)
+                    features = F.relu(linear(layer, layer.weight, features) + shaped(layer, features))
+                logits = linear(self.model.fc, self.model.fc.weight, features) + shaped(self.model.fc, features)
                 scores.append(logits.flatten(1).to(images.device))
         joined = torch.cat(scores)
         return Prediction(label=argmax(joined, 1), scores=joined.double())
@@ -98,7 +98,7 @@ class IntervalGuard:
         """Prove, per image, that no such patch changes the label: the prediction, or the class that is given."""
         device, at_once = self._check(images)
         chosen = self._labels(images, label).to(device)
-        places = positions(patch, *images.shape[2:]).to(device)
+        places = positions(patch, self.model.side, self.model.side, device)
         margins: list[Tensor] = []  # at some positions each: images, positions
         rivals: list[Tensor] = []
         with full_precision(device):
@@ -140,7 +140,8 @@ class IntervalGuard:
         # The radius, and what rounding adds to it, is that of the position: the same for all images.
         radius = torch.where(inside, half, 0.0)
         centre, radius = bounds(self.model, centre, radius, magnitude.expand_as(radius))
-        lead = leads(self.model.fc, centre, radius).unflatten(0, (len(pixels), len(inside)))
+        lead = leads(self.model.fc, centre, radius)
+        lead = lead.view(len(pixels), len(inside), *lead.shape[1:])
         own = label.view(-1, 1, 1, 1).expand(-1, len(inside), 1, lead.shape[3])
         over_rivals = lead.gather(2, own).squeeze(2).nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
         return over_rivals.scatter(2, own[..., 0], torch.inf)
@@ -178,14 +179,15 @@ class IntervalGuard:
 # -- positions ---------------------------------------------------------------------------------------------------------
 
 
-def positions(patch: Patch, height: int, width: int) -> Int64[Tensor, "places 2"]:
+def positions(patch: Patch, height: int, width: int, device: torch.device | None = None) -> Int64[Tensor, "places 2"]:
     """Return the upper left pixel of the patch at each of its positions inside the image, row by row."""
     patch.check_fits(height, width)
     if patch.count != 1:
         raise InputError(
             f"`patch` must be a single one for interval bounds; got {patch.count}. Pairs of positions would not finish."
         )
-    return torch.cartesian_prod(torch.arange(height - patch.height + 1), torch.arange(width - patch.width + 1))
+    tops = torch.arange(height - patch.height + 1, device=device)
+    return torch.cartesian_prod(tops, torch.arange(width - patch.width + 1, device=device))
 
 
 def covered(
@@ -246,7 +248,7 @@ def affine(
     charge: Callable[[nn.Conv2d], float],
 ) -> tuple[Maps, Maps]:
     """Return c' = W c + b and r' = |W| (r + e (|c| + r)) + e |b| + 2^-100."""
-    e, bias = charge(layer), shaped(layer)
+    e, bias = charge(layer), shaped(layer, centre)
     widened = radius + e * ((centre.abs() if magnitude is None else magnitude) + radius)
     return (
         product(layer, layer.weight, centre) + bias,
@@ -271,8 +273,8 @@ def leads(
     spread = r @ absolute(difference).T
     sums = (c.abs() + r) @ weight.abs().T + bias.abs()
     charged = e * (sums.unsqueeze(2) + sums.unsqueeze(1)) + UNDERFLOW
-    lead = (c @ difference.T).unflatten(1, (classes, classes)) + (bias.unsqueeze(1) - bias)
-    return lead - (spread.unflatten(1, (classes, classes)) + charged)
+    lead = (c @ difference.T).view(-1, classes, classes) + (bias.unsqueeze(1) - bias)
+    return lead - (spread.view(-1, classes, classes) + charged)
 
 
 def absolute(weight: Tensor) -> Tensor:
@@ -280,6 +282,6 @@ def absolute(weight: Tensor) -> Tensor:
     return weight.abs()
 
 
-def shaped(layer: nn.Conv2d) -> Float[Tensor, "channels 1 1"]:
-    """Return the bias, in the precision of the proof."""
-    return layer.bias.to(PRECISION).view(-1, 1, 1)  # type: ignore[union-attr]
+def shaped(layer: nn.Conv2d, inputs: Maps) -> Float[Tensor, "channels 1 1"]:
+    """Return the bias, in the precision of the inputs."""
+    return layer.bias.to(inputs.dtype).view(-1, 1, 1)  # type: ignore[union-attr]

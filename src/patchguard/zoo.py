@@ -25,12 +25,15 @@ from patchguard.defenses import Undefended
 from patchguard.errors import InputError, nearest
 from patchguard.evidence import Evidence
 from patchguard.guard import Guard
+from patchguard.interval import IntervalGuard
 from patchguard.models.base import LocalModel
+from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.patch import Patch
 from patchguard.presets import PRESETS
 
 FORMAT = 1
 ENTRIES = ("format", "patchguard", "model", "class_names", "preprocess", "evidence", "defense", "recipe", "half")
+INTERVAL = {"name": "IntervalBounds"}  # in place of a defense
 CHECKPOINTS = Path(__file__).parent / "checkpoints"  # files that come with the package
 CLONE = Path(__file__).parents[2] / "zoo"  # other published files, in a clone of the repository
 FOLDER = "PATCHGUARD_ZOO"  # the environment variable that names one more folder of files
@@ -41,7 +44,7 @@ PUBLISHED = ("cifar10", "cifar10_mask_srf", "cifar10_mask_ds", "cifar10_resnet18
 # Side of the images that a network is usually run on.
 SIZES = {
     **dict.fromkeys(("bagnet9", "bagnet17", "bagnet33", "resnet18", "resnet50"), 224),
-    **dict.fromkeys(("srf", "srf_wide", "ds_resnet18", "block_resnet18"), 32),
+    **dict.fromkeys(("srf", "srf_wide", "ds_resnet18", "block_resnet18", "interval_cnn"), 32),
     "ds_resnet50": 299,
 }
 
@@ -87,15 +90,26 @@ def build(name: str, *, patch: Patch | None = None, **settings: Any) -> Guard[An
     raise InputError(f"`name` must be a preset or a network; got {name!r}. {nearest(name, known)}")
 
 
-def load(name_or_path: str | Path) -> Guard[Any]:
+def load(name_or_path: str | Path) -> Guard[Any] | IntervalGuard:
     """Return the Guard in a file, or the trained one of this name that comes with the package."""
     return _read(_located(name_or_path))
+
+
+def load_guard(name_or_path: str | Path) -> Guard[Any]:
+    """Return the same for callers that look at cells; refuse an `IntervalGuard`, which has none."""
+    guard = load(name_or_path)
+    if isinstance(guard, IntervalGuard):
+        raise InputError(
+            f"`{name_or_path}` has no cells to look at: it is certified by interval bounds. Use it in Python: "
+            f"patchguard.load({str(name_or_path)!r}).certify(images, patch)."
+        )
+    return guard
 
 
 def find(name_or_path: str | Path) -> Guard[Any]:
     """Return the Guard of any name or path: presets and networks as `build` makes them, all else as `load` does."""
     name = str(name_or_path)
-    return build(name) if name in PRESETS or name in models.REGISTRY else load(name_or_path)
+    return build(name) if name in PRESETS or name in models.REGISTRY else load_guard(name_or_path)
 
 
 def usual_size(name: str) -> tuple[int, int]:
@@ -155,7 +169,9 @@ def _described(path: Path) -> str:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def save(guard: Guard[Any], path: str | Path, *, recipe: Mapping[str, Any] | None = None, half: bool = False) -> None:
+def save(
+    guard: Guard[Any] | IntervalGuard, path: str | Path, *, recipe: Mapping[str, Any] | None = None, half: bool = False
+) -> None:
     """Write the Guard to one file, all or nothing.
 
     `half` stores weights as float16, in half the space; they are float32 again after loading, but rounded. `recipe`
@@ -179,7 +195,7 @@ def save(guard: Guard[Any], path: str | Path, *, recipe: Mapping[str, Any] | Non
             draft.unlink()
 
 
-def digest(guard: Guard[Any]) -> str:
+def digest(guard: Guard[Any] | IntervalGuard) -> str:
     """Return the SHA-256 of everything that makes the Guard's answers: tensors and settings.
 
     Neither the recipe nor the release of this package is part of it.
@@ -202,7 +218,7 @@ def recipe(name_or_path: str | Path) -> dict[str, Any] | None:
     return found
 
 
-def _config(guard: Guard[Any], recipe: Mapping[str, Any] | None, half: bool) -> dict[str, Any]:
+def _config(guard: Guard[Any] | IntervalGuard, recipe: Mapping[str, Any] | None, half: bool) -> dict[str, Any]:
     settings = guard.model.config()
     if not guard.model.name:
         raise InputError(
@@ -214,11 +230,20 @@ def _config(guard: Guard[Any], recipe: Mapping[str, Any] | None, half: bool) -> 
         "patchguard": __version__,
         "model": {"name": guard.model.name, "settings": settings},
         "class_names": list(guard.class_names),
+        **_rule(guard),
+        "recipe": None if recipe is None else dict(recipe),
+        "half": half,
+    }
+
+
+def _rule(guard: Guard[Any] | IntervalGuard) -> dict[str, Any]:
+    """Return what happens before and after the network; interval bounds know no evidence."""
+    if isinstance(guard, IntervalGuard):
+        return {"preprocess": Preprocess().to_json(), "evidence": None, "defense": INTERVAL}
+    return {
         "preprocess": guard.preprocess.to_json(),
         "evidence": config.evidence_to_json(guard.evidence),
         "defense": config.defense_to_json(guard.defense),
-        "recipe": None if recipe is None else dict(recipe),
-        "half": half,
     }
 
 
@@ -254,7 +279,7 @@ def _digest(tensors: Mapping[str, Tensor], written: str) -> str:
     return total.hexdigest()
 
 
-def _read(path: Path) -> Guard[Any]:
+def _read(path: Path) -> Guard[Any] | IntervalGuard:
     """Check everything, then build: a file that is refused leaves nothing behind."""
     with _opened(path) as archive:
         settings, written, claimed = _metadata(archive, path)
@@ -271,12 +296,14 @@ def _read(path: Path) -> Guard[Any]:
     if _digest(tensors, written) != claimed:
         raise InputError(f"{path.name} is damaged: its digest does not match its contents. Fetch the file again.")
     names = tuple(config.text(name, "class_names") for name in config.sequence(settings["class_names"], "class_names"))
-    preprocess = Preprocess.from_json(settings["preprocess"])
-    evidence = config.evidence_from_json(settings["evidence"])
-    defense = config.defense_from_json(settings["defense"])
     with torch.random.fork_rng(devices=[]):  # first weights are drawn at random, then replaced
         model = models.build(settings["model"]["name"], **settings["model"]["settings"])
     model.load_state_dict(tensors, strict=True)
+    if settings["defense"] == INTERVAL and isinstance(model, IntervalCnn):
+        return IntervalGuard(model.eval(), names)
+    preprocess = Preprocess.from_json(settings["preprocess"])
+    evidence = config.evidence_from_json(settings["evidence"])
+    defense = config.defense_from_json(settings["defense"])
     return Guard(preprocess, model.eval(), evidence, defense, names)
 
 

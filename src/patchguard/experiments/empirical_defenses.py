@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         guard, images = study_command.opened(chosen)
         certified = None
         if chosen.certified:
-            certified = zoo.load(chosen.certified)
+            certified = zoo.load_guard(chosen.certified)
             certified = certified if chosen.data in SMALL else certified.without_preprocess()
             certified.windows(Patch(1), *images.size)  # traced while it lies on the CPU
             study_command.place(certified, runtime.choose_device(chosen.device))

@@ -100,7 +100,7 @@ def prepare(
     `alerts` whether a defense will do that promises the label or an alert.
     """
     written = _distinct(patches)
-    loaded = zoo.load(model)
+    loaded = zoo.load_guard(model)
     source = matched(source, loaded)
     size = usual_size(source)
     written = written or (default_patch(zoo.recipe(model), size),)

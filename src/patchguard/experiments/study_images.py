@@ -59,7 +59,7 @@ class StudyImages:
 def open_model(name: str, weights: str | Path | None) -> Guard[Any]:
     """Return the Guard of a name or path, or the named ResNet-50 made of the tensors in `weights`."""
     if weights is None:
-        return zoo.load(name)
+        return zoo.load_guard(name)
     if name not in FROM_WEIGHTS:
         raise InputError(f"`weights` are for {' and '.join(FROM_WEIGHTS)}; {name!r} has its own. Leave it out.")
     return getattr(pretrained, name)(weights)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
 """What training looks at, when: plain warm-up, then masks from coarse to fine; and the learning rate."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
@@ -16,10 +16,14 @@ FINAL_RATE = 1e-3  # of the peak, at the last step of one cycle
 @final
 @dataclass(frozen=True)
 class Stage:
-    """A part of training with one loss; `mask_step` of None is the plain warm-up."""
+    """A part of training with one loss; `mask_step` of None is the plain warm-up.
+
+    `radius` is the share of its way to 0 and to 1 that a pixel under the patch goes in interval bounds.
+    """
 
     start: float
     mask_step: int | None
+    radius: float = 1.0
 
 
 def stages(recipe: Recipe) -> list[Stage]:
@@ -33,7 +37,10 @@ def stages(recipe: Recipe) -> list[Stage]:
 
 def stage_at(recipe: Recipe, progress: float) -> Stage:
     """Return the stage at `progress`, the share of training that is done."""
-    return [stage for stage in stages(recipe) if stage.start <= progress][-1]
+    stage = [stage for stage in stages(recipe) if stage.start <= progress][-1]
+    if progress >= recipe.plain_share + recipe.ramp:
+        return stage
+    return replace(stage, radius=max(0.0, progress - recipe.plain_share) / recipe.ramp)
 
 
 def shares(recipe: Recipe) -> list[tuple[Stage, float]]:

@@ -8,11 +8,12 @@ from torch import Tensor
 from patchguard import zoo
 from patchguard.errors import InputError
 from patchguard.guard import Guard
+from patchguard.interval import IntervalGuard
 from patchguard.models.bagnet import BagNet, from_resnet50
 from patchguard.models.resnet import LocalResNet
 
 
-def start_from(guard: Guard[Any], name: str) -> None:
+def start_from(guard: Guard[Any] | IntervalGuard, name: str) -> None:
     """Give the network of `guard` the weights of a trained model of the same shape.
 
     A BagNet also starts from a ResNet-50, by sums of its kernels. Where the number of classes differs, the last
@@ -35,9 +36,9 @@ def start_from(guard: Guard[Any], name: str) -> None:
     guard.model.load_state_dict(found)
 
 
-def teacher_of(name: str, guard: Guard[Any], device: torch.device) -> Guard[Any]:
+def teacher_of(name: str, guard: Guard[Any] | IntervalGuard, device: torch.device) -> Guard[Any]:
     """Return the trained model of this name, ready to answer on `device`."""
-    teacher = zoo.load(name)
+    teacher = zoo.load_guard(name)
     if teacher.model.classes != guard.model.classes:
         raise InputError(
             f"`teacher` must know the {guard.model.classes} classes to learn; {name!r} has {teacher.model.classes}."

@@ -137,6 +137,9 @@ LOSSES: dict[str, Loss] = {
 }
 
 
+INTERVAL = "interval"  # is not one on evidence: interval_loss.py
+
+
 def mixed(
     weights: Mapping[str, float],
     local_logits: Map,
@@ -173,14 +176,15 @@ def evidence_of(logits: Map, kind: str, low: float | None) -> Map:
 
 def needs_masks(weights: Mapping[str, float]) -> bool:
     """Return whether some loss looks for its worst place among masks."""
-    return any(weight > 0 and name not in ("plain", "local") for name, weight in weights.items())
+    return any(weight > 0 and name not in ("plain", "local", INTERVAL) for name, weight in weights.items())
 
 
 def check_weights(weights: Mapping[str, float]) -> None:
     """Raise unless every entry names a loss and no weight is negative."""
     for name, weight in weights.items():
-        if name not in LOSSES:
-            raise InputError(f"`weights` must name known losses; got {name!r}. {nearest(name, list(LOSSES))}")
+        known = [*LOSSES, INTERVAL]
+        if name not in known:
+            raise InputError(f"`weights` must name known losses; got {name!r}. {nearest(name, known)}")
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < float("inf"):
             raise InputError(f"the weight of {name} must be a number of at least 0; got {weight!r}.")
     if not sum(weights.values()) > 0:

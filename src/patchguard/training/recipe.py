@@ -4,19 +4,22 @@ import json
 import operator
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, final
+from typing import Any, Literal, cast, final
 
 from patchguard.data.preprocess import Preprocess, Resize
 from patchguard.defenses import Defense, DoubleMasking, MajorityVote, RobustMasking, Undefended
 from patchguard.errors import InputError, nearest
 from patchguard.evidence import Evidence
 from patchguard.guard import Guard
+from patchguard.interval import IntervalGuard
 from patchguard.models import build
+from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.patch import Patch
-from patchguard.training.losses import check_weights
+from patchguard.training.losses import INTERVAL, check_weights
 from patchguard.windows import Windows
 
 _ANYTHING = Windows.sliding(grid=(1, 1), size=(1, 1))  # until masks are fitted to a patch and a size
+INTERVAL_BOUNDS = "IntervalBounds"
 _DEFENSES: dict[str, Defense[Any]] = {
     "DoubleMasking": DoubleMasking(masks=_ANYTHING),
     "RobustMasking": RobustMasking(masks=_ANYTHING),
@@ -57,6 +60,9 @@ class Recipe:
     are counted (CIFAR-10 stays as it is). `input_side` is what the Guard itself then resizes them to. `mask_cells`, if
     given, makes the masks of losses squares of so many cells in place of the windows of `patch`. The step schedule
     multiplies the rate by `rate_factor` at each of `rate_steps`, which are shares of all epochs.
+
+    The defense "IntervalBounds" is an `IntervalGuard`. Its loss, "interval", takes `regions` random positions of the
+    patch per image; for the share `ramp` of training after the plain one, the patch's contents grow to the full range.
     """
 
     name: str
@@ -74,6 +80,7 @@ class Recipe:
     other_patches: tuple[int, ...] = (2, 8)
     weights: Mapping[str, float] = field(default_factory=lambda: {"plain": 1.0})
     regions: int = 0
+    ramp: float = 0.0
     initial: str | None = None
     teacher: str | None = None
     trust: float = 0.5
@@ -106,7 +113,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_weights(self.weights)
-        _one_of(self, "defense", tuple(_DEFENSES))
+        _one_of(self, "defense", (*_DEFENSES, INTERVAL_BOUNDS))
         _one_of(self, "evidence", ("logits", "confidence", "vote", "prediction"))
         _one_of(self, "resize", ("bicubic", "bilinear", "nearest"))
         _one_of(self, "optimizer", ("sgd", "adamw"))
@@ -117,7 +124,17 @@ class Recipe:
             _number(self, name, least=0, whole=True)
         for name in ("peak_rate", "weight_decay", "drift"):
             _number(self, name, least=0)
-        for name in ("plain_share", "warm_up", "momentum", "label_smoothing", "ema", "trust", "colour", "rate_factor"):
+        for name in (
+            "plain_share",
+            "warm_up",
+            "momentum",
+            "label_smoothing",
+            "ema",
+            "trust",
+            "colour",
+            "rate_factor",
+            "ramp",
+        ):
             _number(self, name, least=0, most=1.0)
         _number(self, "mixing", least=0, most=0.5)
         if self.momentum >= 1 or self.ema >= 1 or self.warm_up >= 1:
@@ -137,6 +154,7 @@ class Recipe:
             if self.clip_norm == 0:
                 raise InputError("`clip_norm` must be above 0, or null for no clipping; got 0.")
         self._check_mask_steps()
+        self._check_interval()
 
     def _check_mask_steps(self) -> None:
         wanted = "`mask_steps` must be pairs (start, step) such as [[0, 4], [0.6, 2]]"
@@ -145,6 +163,16 @@ class Recipe:
             raise InputError(f"{wanted}, with starts that rise from 0 and stay below 1; got {self.mask_steps}.")
         if min(step for _, step in self.mask_steps) < 1:
             raise InputError(f"{wanted}, with steps of at least 1; got {self.mask_steps}.")
+
+    def _check_interval(self) -> None:
+        if self.defense == INTERVAL_BOUNDS:
+            if not set(self.weights) <= {"plain", INTERVAL} or self.regions < 1 or self.input_side is not None:
+                raise InputError(
+                    f"`weights` of {INTERVAL_BOUNDS} must be those of plain and {INTERVAL}, `regions` at least 1 and "
+                    f"`input_side` null; got {dict(self.weights)}, {self.regions} and {self.input_side}."
+                )
+        elif INTERVAL in self.weights:
+            raise InputError(f"the loss {INTERVAL} must go with the defense {INTERVAL_BOUNDS}; got {self.defense}.")
 
     @property
     def source_size(self) -> tuple[int, int]:
@@ -156,9 +184,12 @@ class Recipe:
         """Return how many of `count` training images are held out."""
         return self.held_out if isinstance(self.held_out, int) else round(self.held_out * count)
 
-    def guard(self, size: tuple[int, int], class_names: tuple[str, ...]) -> Guard[Any]:
+    def guard(self, size: tuple[int, int], class_names: tuple[str, ...]) -> Guard[Any] | IntervalGuard:
         """Return the Guard to train: fresh weights, and masks that fit `patch` in source images of `size`."""
         model = build(self.model, classes=len(class_names), **self.model_settings)
+        if self.defense == INTERVAL_BOUNDS:
+            model.check_size(*size)
+            return IntervalGuard(cast(IntervalCnn, model), class_names)
         evidence = Evidence(kind=self.evidence, low=self.low, drift=self.drift)
         guard = Guard(self.preprocess(), model, evidence, _DEFENSES[self.defense], class_names)
         return guard.for_patch(self.patch, *size)

@@ -177,6 +177,33 @@ def cifar10_plain_bn33() -> Recipe:
     return _cifar10_bagnet(33, name="cifar10_plain_bn33", **_PLAIN)
 
 
+def cifar10_ibp_2() -> Recipe:
+    """Interval bounds of a small network against patches of 2 x 2 pixels, learning at random positions."""
+    return Recipe(
+        name="cifar10_ibp_2",
+        model="interval_cnn",
+        defense="IntervalBounds",
+        patch=Patch(2),
+        other_patches=(),
+        weights={"interval": 1.0},
+        regions=2,
+        plain_share=0.05,
+        ramp=0.35,
+        mask_steps=((0.0, 1),),
+        optimizer="adamw",
+        peak_rate=1e-3,
+        weight_decay=0.0,
+        warm_up=0.05,
+        held_out=1000,
+        epochs=100,
+    )
+
+
+def cifar10_ibp_5() -> Recipe:
+    """Interval bounds of a small network against patches of 5 x 5 pixels, learning at random positions."""
+    return cifar10_ibp_2().changed({"name": "cifar10_ibp_5", "patch": 5})
+
+
 # -- photos ------------------------------------------------------------------------------------------------------------
 
 
@@ -292,6 +319,8 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
         cifar10_plain_bn9,
         cifar10_plain_bn33,
         cifar10_resnet18,
+        cifar10_ibp_2,
+        cifar10_ibp_5,
         imagenette_bn17,
         imagenette_mask_bn17,
         imagenette_mask_bn9,

@@ -33,6 +33,7 @@ from patchguard.data.loading import loaded
 from patchguard.data.source import Source
 from patchguard.errors import InputError
 from patchguard.guard import Guard
+from patchguard.interval import IntervalGuard
 from patchguard.patch import Patch
 from patchguard.training import curve, feed, loop
 from patchguard.training.evaluate import Accuracy, evaluate
@@ -192,7 +193,8 @@ def conclude(trainer: Trainer, out: Path, held_out: Dataset, test: Dataset | Non
         summary |= choose_weights(trainer, held_out, best.tensors()) | {"best": best.state()}
         zoo.save(trainer.guard, path, recipe=recipe.to_json(), half=True)
     guard = zoo.load(path)
-    guard.windows(recipe.patch, *trainer.size)  # traced while it lies on the CPU
+    if isinstance(guard, Guard):
+        guard.windows(recipe.patch, *trainer.size)  # traced while it lies on the CPU
     guard.model.to(device=trainer.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     summary["digest"] = zoo.inspect(path)["digest"]
     write_summary(out, summary)
@@ -225,7 +227,7 @@ def choose_weights(trainer: Trainer, held_out: Dataset, best: dict[str, Tensor] 
     return {"weights": chosen, "before_rounding": {name: each.to_json() for name, each in measured.items()}}
 
 
-def accuracies(guard: Guard[Any], recipe: Recipe, data: Dataset) -> Iterator[Accuracy]:
+def accuracies(guard: Guard[Any] | IntervalGuard, recipe: Recipe, data: Dataset) -> Iterator[Accuracy]:
     """Measure the recipe's patch with the Guard's masks, then other patches with masks refitted to each."""
     yield evaluate(guard, data, recipe.patch)
     for side in recipe.other_patches:

@@ -16,13 +16,16 @@ from patchguard.data.datasets import Dataset
 from patchguard.data.source import Source
 from patchguard.errors import InputError
 from patchguard.guard import Guard
+from patchguard.interval import IntervalGuard
 from patchguard.models.ablation import Ablation
+from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.runtime import derived_seed
 from patchguard.training import losses
 from patchguard.training.augment import Draws, augmented, mixed, recoloured, resized_crop
 from patchguard.training.curriculum import Stage, coarse, rate, stage_at, stages
 from patchguard.training.feed import feed_of
 from patchguard.training.initial import start_from, teacher_of
+from patchguard.training.interval_loss import Outlook, drawn, worst_scores
 from patchguard.training.recipe import Recipe
 from patchguard.windows import Windows
 
@@ -57,6 +60,7 @@ class Trainer:
         self.size = recipe.source_size if isinstance(data, Source) else data.size
         self.feed = feed_of(data, self.size, recipe.seed, device)
         self.part = part_of(recipe.batch_size)
+        self.preprocess = recipe.preprocess()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derived_seed(recipe.seed, _INITIAL))
             self.guard = recipe.guard(self.size, data.class_names)
@@ -72,7 +76,9 @@ class Trainer:
             nn.SyncBatchNorm.convert_sync_batchnorm(self.model)  # type: ignore[no-untyped-call]
         # What a step runs: the base classifier of an ablation sees a few regions, any other network everything.
         self.network: nn.Module = self.model
-        if recipe.regions > 0:
+        if isinstance(self.model, IntervalCnn) and isinstance(self.guard, IntervalGuard):
+            self.network = Outlook(self.model)
+        elif recipe.regions > 0:
             if not isinstance(self.model, Ablation):
                 raise InputError(
                     f"`regions` must be 0 for {recipe.model}: it is not an ablation and sees whole images."
@@ -132,13 +138,11 @@ class Trainer:
             classes = self.model.classes
             images, labels = mixed(images, target, draws, classes=classes, most=recipe.mixing)
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"):
-            local_logits = self._local_logits(self.guard.preprocess(images), draws)
             goal = losses.Goal(
                 smoothing=recipe.label_smoothing, teacher=self._taught(images), trust=recipe.trust, labels=labels
             )
-        weights = {"plain": 1.0} if stage.mask_step is None else recipe.weights
-        boxes = self.boxes[stage.mask_step]
-        loss = losses.mixed(weights, local_logits, target, boxes, kind=recipe.evidence, low=recipe.low, goal=goal)
+            compare = self._bounded if isinstance(self.guard, IntervalGuard) else self._masked
+            loss, answers = compare(images, target, stage, draws, goal)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         if recipe.clip_norm is not None:
@@ -150,8 +154,34 @@ class Trainer:
         self._share_statistics()
         self._average()
         with torch.no_grad():
-            right = (local_logits.float().mean((2, 3)).argmax(1) == target).float().mean()
+            right = (answers.argmax(1) == target).float().mean()
             return torch.stack([loss.detach(), right])
+
+    def _masked(
+        self, images: Tensor, target: Tensor, stage: Stage, draws: Draws, goal: losses.Goal
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss on evidence maps, and the mean logits."""
+        recipe = self.recipe
+        local_logits = self._local_logits(self.preprocess(images), draws).float()
+        weights = {"plain": 1.0} if stage.mask_step is None else recipe.weights
+        boxes = self.boxes[stage.mask_step]
+        with torch.autocast(self.device.type, enabled=False):
+            loss = losses.mixed(weights, local_logits, target, boxes, kind=recipe.evidence, low=recipe.low, goal=goal)
+        return loss, local_logits.detach().mean((2, 3))
+
+    def _bounded(
+        self, images: Tensor, target: Tensor, stage: Stage, draws: Draws, goal: losses.Goal
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss on interval bounds, and the logits; before the bounds count, nothing lies under a patch."""
+        recipe = self.recipe
+        inside = drawn(recipe.patch, self.size, draws, recipe.regions)
+        radius = torch.full((), stage.radius, device=self.device)
+        logits, lead = self.forward(images, inside, radius)
+        weights = {"plain": 1.0} if stage.mask_step is None else recipe.weights
+        with torch.autocast(self.device.type, enabled=False):
+            scores = {"plain": logits.float(), losses.INTERVAL: worst_scores(lead, target)}
+            loss = sum((weight * goal(scores[name], target) for name, weight in weights.items()), logits.new_zeros(()))
+        return loss, logits.detach()
 
     def _augmented(self, images: Tensor, draws: Draws) -> Tensor:
         recipe = self.recipe
@@ -304,10 +334,10 @@ def part_of(batch_size: int) -> slice:
 
 
 def boxes_of_stages(
-    recipe: Recipe, guard: Guard[Any], size: tuple[int, int], device: torch.device
+    recipe: Recipe, guard: Guard[Any] | IntervalGuard, size: tuple[int, int], device: torch.device
 ) -> dict[int | None, Int64[Tensor, "_masks 4"]]:
     """Return the masks of each stage; none where no loss looks at them."""
-    if not losses.needs_masks(recipe.weights):
+    if isinstance(guard, IntervalGuard) or not losses.needs_masks(recipe.weights):
         return {stage.mask_step: torch.empty(0, 4, dtype=torch.int64, device=device) for stage in stages(recipe)}
     windows = guard.windows(recipe.patch, *size)
     if recipe.mask_cells is not None:

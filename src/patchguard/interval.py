@@ -26,7 +26,7 @@ from patchguard.runtime import full_precision, placement
 from patchguard.ties import argmax, argmin
 
 Images: TypeAlias = Float[Tensor, "batch 3 height width"]
-Maps: TypeAlias = Float[Tensor, "sets channels rows columns"]
+Maps: TypeAlias = Float[Tensor, "_sets _channels _rows _columns"]
 Product: TypeAlias = Callable[[nn.Conv2d, Tensor, Tensor], Tensor]
 
 PRECISION = torch.float64
@@ -264,7 +264,7 @@ def rectified(centre: Maps, radius: Maps) -> tuple[Maps, Maps]:
 
 def leads(
     layer: nn.Conv2d, centre: Maps, radius: Maps, charge: Callable[[nn.Conv2d], float] = rounding
-) -> Float[Tensor, "sets classes classes"]:
+) -> Float[Tensor, "_sets classes classes"]:
     """Return M, where M_yk is a lower bound of f_y - f_k over the set that the last layer reads."""
     e, classes = charge(layer), len(layer.weight)
     c, r = centre.flatten(1), radius.flatten(1)
@@ -282,6 +282,6 @@ def absolute(weight: Tensor) -> Tensor:
     return weight.abs()
 
 
-def shaped(layer: nn.Conv2d, inputs: Maps) -> Float[Tensor, "channels 1 1"]:
+def shaped(layer: nn.Conv2d, inputs: Maps) -> Float[Tensor, "_channels 1 1"]:
     """Return the bias, in the precision of the inputs."""
     return layer.bias.to(inputs.dtype).view(-1, 1, 1)  # type: ignore[union-attr]

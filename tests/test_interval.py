@@ -113,8 +113,8 @@ MUTANTS = {
 }
 
 
-def swapped(entrance: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    return entrance[1], entrance[0].abs(), entrance[2]
+def swapped(entrance: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return entrance[1], entrance[0].abs()
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -263,6 +263,26 @@ def test_batches_chunks_and_sharing_do_not_matter(monkeypatch: pytest.MonkeyPatc
         assert torch.equal(again.weakest, whole.weakest)
         assert torch.equal(again.rival, whole.rival)
         assert torch.allclose(guard.predict(images).scores[2], guard.predict(images[2:3]).scores[0], atol=1e-9)
+
+
+@pytest.mark.parametrize("patch", [Patch(1), Patch(2, 5), Patch(4), Patch(9)], ids=str)
+@pytest.mark.parametrize(("kernels", "strides"), [((4, 3, 4, 3), (2, 1, 2, 1)), ((1, 5, 2), (3, 1, 2))], ids=str)
+def test_where_the_patch_does_not_reach_nothing_changes(patch: Patch, kernels: tuple, strides: tuple) -> None:
+    """Layers computed around the patch alone give what layers computed everywhere give."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        widths = [4] * len(kernels)
+        model = models.build("interval_cnn", side=12, widths=widths, kernels=kernels, strides=strides)
+    guard, images = IntervalGuard(model.requires_grad_(False)), pictures(2, side=12)
+    inside = interval.covered(interval.positions(patch, 12, 12), patch, 12, 12)
+    (middle, half), pixels = guard._range(), guard._normalized(images)
+    centre = torch.where(inside, middle, pixels.unsqueeze(1)).flatten(0, 1)
+    radius = torch.where(inside, half, 0.0).repeat(2, 1, 1, 1)
+    lead = interval.leads(model.fc, *interval.bounds(model, centre, radius)).view(2, len(inside), 10, 10)
+    label = guard.predict(images).label
+    rivals = torch.arange(10).expand(2, 10) != label.unsqueeze(1)
+    expected = [lead[i, :, label[i]][:, rivals[i]].min() for i in range(2)]
+    assert torch.allclose(guard.certify(images, patch).margin, torch.stack(expected), rtol=1e-9)
 
 
 def test_a_larger_patch_never_certifies_more() -> None:

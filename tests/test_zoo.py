@@ -144,7 +144,8 @@ def test_evidence_survives_json_exactly(evidence):
 
 @pytest.mark.parametrize("name", list(models.REGISTRY))
 def test_every_network_can_be_saved_and_loaded(name, tmp_path):
-    thin = {"widths": [8, 8, 8]} if name == "srf" else {"stride": 1} if name == "srf_wide" else {"width": 0.05}
+    own = {"srf": {"widths": [8, 8, 8]}, "srf_wide": {"stride": 1}, "interval_cnn": {"widths": [4, 4, 4, 4]}}
+    thin = own.get(name, {"width": 0.05})
     guard = zoo.build(name, classes=2, **thin)
     zoo.save(guard, tmp_path / "network.safetensors")
     again = zoo.load(tmp_path / "network.safetensors")

@@ -27,13 +27,14 @@ from patchguard.ties import argmax, argmin
 
 Images: TypeAlias = Float[Tensor, "batch 3 height width"]
 Maps: TypeAlias = Float[Tensor, "_sets _channels _rows _columns"]
+Interval: TypeAlias = tuple[Maps, Maps]  # centre and radius
 Product: TypeAlias = Callable[[nn.Conv2d, Tensor, Tensor], Tensor]
 
 PRECISION = torch.float64
 UNDERFLOW = 2.0**-100  # far above what n products can lose to it, far below any margin
 LARGEST_ROUNDING = 0.01  # n v: beyond it the constants of the proof do not hold
 # Pixels of all sets that pass through the network at once: within a CPU's cache, or a part of a GPU's memory.
-PIXELS_AT_ONCE = {"cpu": 2**15, "cuda": 2**21}
+PIXELS_AT_ONCE = {"cpu": 2**17, "cuda": 2**22}
 
 
 @final
@@ -99,19 +100,18 @@ class IntervalGuard:
         device, at_once = self._check(images)
         chosen = self._labels(images, label).to(device)
         places = positions(patch, self.model.side, self.model.side, device)
-        margins: list[Tensor] = []  # at some positions each: images, positions
+        margins: list[Tensor] = []  # of some images each: images, positions
         rivals: list[Tensor] = []
         with full_precision(device):
             pixels = self._normalized(images.to(device))
-            for some in torch.split(places, at_once):
-                inside = covered(some, patch, *images.shape[2:])
-                pairs = zip(
-                    *(torch.split(each, max(1, at_once // len(some))) for each in (pixels, chosen)), strict=True
-                )
-                lead = torch.cat([self._leads(part, inside, label) for part, label in pairs])
+            parts = (torch.split(each, max(1, at_once // len(places))) for each in (pixels, chosen))
+            for part, own in zip(*parts, strict=True):
+                untouched = backgrounds(self.model, part)
+                windows = (self._window(len(part), some, patch) for some in torch.split(places, at_once))
+                lead = torch.cat([self._leads(untouched, window, own) for window in windows], 1)
                 rivals.append(argmin(lead, 2))
                 margins.append(lead.amin(2))
-        margin, rival = torch.cat(margins, 1), torch.cat(rivals, 1)
+        margin, rival = torch.cat(margins), torch.cat(rivals)
         weakest = argmin(margin, 1)
         at = (torch.arange(len(images), device=device), weakest)
         home = images.device
@@ -129,27 +129,25 @@ class IntervalGuard:
     # -- from images to margins ----------------------------------------------------------------------------------------
 
     def _leads(
-        self,
-        pixels: Float[Tensor, "images 3 height width"],
-        inside: Bool[Tensor, "places 1 height width"],
-        label: Int64[Tensor, " images"],
-    ) -> Float[Tensor, "images places classes"]:
+        self, untouched: list[Interval], window: "Window", label: Int64[Tensor, " images"]
+    ) -> Float[Tensor, "images _places classes"]:
         """Return a lower bound of f_y - f_k for every image and position; infinity for k = y."""
-        middle, half, magnitude = self._range()
-        centre = torch.where(inside, middle, pixels.unsqueeze(1)).flatten(0, 1)
-        # The radius, and what rounding adds to it, is that of the position: the same for all images.
-        radius = torch.where(inside, half, 0.0)
-        centre, radius = bounds(self.model, centre, radius, magnitude.expand_as(radius))
-        lead = leads(self.model.fc, centre, radius)
-        lead = lead.view(len(pixels), len(inside), *lead.shape[1:])
-        own = label.view(-1, 1, 1, 1).expand(-1, len(inside), 1, lead.shape[3])
+        lead = leads(self.model.fc, *reached(self.model, untouched, window))
+        lead = lead.view(len(label), -1, *lead.shape[1:])
+        own = label.view(-1, 1, 1, 1).expand(-1, lead.shape[1], 1, lead.shape[3])
         over_rivals = lead.gather(2, own).squeeze(2).nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
         return over_rivals.scatter(2, own[..., 0], torch.inf)
 
-    def _range(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return centre, radius and largest magnitude of a pixel that may show anything, once it is normalised."""
+    def _window(self, images: int, places: Int64[Tensor, "places 2"], patch: Patch) -> "Window":
+        """Return the pixels under the patch, for every image and position, in this order."""
+        centre, radius = (each.expand(-1, patch.height, patch.width) for each in self._range())
+        count = images * len(places)
+        return Window(centre.expand(count, -1, -1, -1), radius.expand(count, -1, -1, -1), places.repeat(images, 1))
+
+    def _range(self) -> tuple[Tensor, Tensor]:
+        """Return centre and radius of a pixel that may show anything, once it is normalised."""
         black, white = (self._normalized(torch.full_like(self.model.normalize.mean, each)) for each in (0.0, 1.0))
-        return (black + white) / 2, (white - black) / 2, torch.maximum(black.abs(), white.abs())
+        return (black + white) / 2, (white - black) / 2
 
     def _normalized(self, pixels: Tensor) -> Tensor:
         mean, std = (each.to(PRECISION) for each in (self.model.normalize.mean, self.model.normalize.std))
@@ -203,13 +201,19 @@ def covered(
 # -- bounds ------------------------------------------------------------------------------------------------------------
 
 
-def linear(layer: nn.Conv2d, weight: Tensor, inputs: Maps) -> Maps:
+def linear(layer: nn.Conv2d, weight: Tensor, inputs: Maps, padding: int | None = None) -> Maps:
     """Return W z for the convolution W with these weights: one matrix product, in which every output is a plain sum."""
-    kernel, stride, padding = int(layer.kernel_size[0]), int(layer.stride[0]), int(layer.padding[0])
-    rows = F.pad(inputs, (padding,) * 4).permute(0, 2, 3, 1).contiguous()
+    kernel, stride = int(layer.kernel_size[0]), int(layer.stride[0])
+    around = int(layer.padding[0]) if padding is None else padding
+    rows = F.pad(inputs, (around,) * 4).permute(0, 2, 3, 1).contiguous()
     taps = rows.unfold(1, kernel, stride).unfold(2, kernel, stride).permute(0, 1, 2, 4, 5, 3)
     sums = taps.flatten(3) @ weight.to(inputs.dtype).permute(2, 3, 1, 0).flatten(0, 2)
     return sums.permute(0, 3, 1, 2)
+
+
+def unpadded(layer: nn.Conv2d, weight: Tensor, inputs: Maps) -> Maps:
+    """Return W z where zeros around the image are already part of z."""
+    return linear(layer, weight, inputs, padding=0)
 
 
 def rounding(layer: nn.Conv2d) -> float:
@@ -222,41 +226,29 @@ def bounds(
     model: IntervalCnn,
     centre: Maps,
     radius: Maps,
-    magnitude: Maps | None = None,
     *,
     product: Product = linear,
     charge: Callable[[nn.Conv2d], float] = rounding,
-) -> tuple[Maps, Maps]:
-    """Return centre and radius of what the last layer reads, of those of normalised pixels.
-
-    A radius may be shared by several sets: the one of number i belongs to all centres of number i modulo their number.
-    The charge then needs a `magnitude` that none of their entries exceeds.
-    """
+) -> Interval:
+    """Return centre and radius of what the last layer reads, of those of normalised pixels."""
     for layer in model.convolutions():
-        centre, radius = affine(layer, centre, radius, magnitude, product, charge)
-        radius, magnitude = radius.repeat(len(centre) // len(radius), 1, 1, 1), None
-        centre, radius = rectified(centre, radius)
+        centre, radius = rectified(*affine(layer, centre, radius, product, charge))
     return centre, radius
 
 
 def affine(
-    layer: nn.Conv2d,
-    centre: Maps,
-    radius: Maps,
-    magnitude: Maps | None,
-    product: Product,
-    charge: Callable[[nn.Conv2d], float],
-) -> tuple[Maps, Maps]:
+    layer: nn.Conv2d, centre: Maps, radius: Maps, product: Product, charge: Callable[[nn.Conv2d], float]
+) -> Interval:
     """Return c' = W c + b and r' = |W| (r + e (|c| + r)) + e |b| + 2^-100."""
     e, bias = charge(layer), shaped(layer, centre)
-    widened = radius + e * ((centre.abs() if magnitude is None else magnitude) + radius)
+    widened = radius + e * (centre.abs() + radius)
     return (
         product(layer, layer.weight, centre) + bias,
         product(layer, absolute(layer.weight), widened) + (e * bias.abs() + UNDERFLOW),
     )
 
 
-def rectified(centre: Maps, radius: Maps) -> tuple[Maps, Maps]:
+def rectified(centre: Maps, radius: Maps) -> Interval:
     """Return centre and radius between the ReLUs of both ends."""
     low, high = F.relu(centre - radius), F.relu(centre + radius)
     return (low + high) / 2, (high - low) / 2
@@ -285,3 +277,67 @@ def absolute(weight: Tensor) -> Tensor:
 def shaped(layer: nn.Conv2d, inputs: Maps) -> Float[Tensor, "_channels 1 1"]:
     """Return the bias, in the precision of the inputs."""
     return layer.bias.to(inputs.dtype).view(-1, 1, 1)  # type: ignore[union-attr]
+
+
+# -- what a patch reaches ----------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Centre and radius on a part of a map, for many sets at once, and where that part starts in each of them."""
+
+    centre: Maps
+    radius: Maps
+    start: Int64[Tensor, "_sets 2"]
+
+
+def backgrounds(model: IntervalCnn, pixels: Maps) -> list[Interval]:
+    """Return centre and radius of what each layer reads where no patch is; the radius is all rounding."""
+    found = [(pixels, torch.zeros_like(pixels))]
+    for layer in model.convolutions():
+        found.append(rectified(*affine(layer, *found[-1], linear, rounding)))
+    return found
+
+
+def reached(model: IntervalCnn, untouched: list[Interval], window: Window) -> Interval:
+    """Return centre and radius of what the last layer reads with patches on images, of those of the pixels below.
+
+    A layer is computed only where it reads the window of the one before; elsewhere its bounds are the background's.
+    """
+    for layer, before, after in zip(model.convolutions(), untouched[:-1], untouched[1:], strict=True):
+        kernel, stride, padding = int(layer.kernel_size[0]), int(layer.stride[0]), int(layer.padding[0])
+        sides = torch.tensor(window.centre.shape[2:])
+        # Output u reads the inputs from u stride - padding on, `kernel` of them.
+        limits = torch.tensor(after[0].shape[2:])
+        sizes = torch.minimum((sides + kernel - 2) // stride + 1, limits)
+        first = -((kernel - 1 - padding - window.start) // stride)
+        start = torch.minimum(first.clamp(min=0), (limits - sizes).to(first.device))
+        spans = ((sizes - 1) * stride + kernel).tolist()
+        centre, radius = pasted(before, window, start * stride, spans, padding)
+        window = Window(*rectified(*affine(layer, centre, radius, unpadded, rounding)), start)
+    whole = torch.zeros_like(window.start)
+    return pasted(untouched[-1], window, whole, list(untouched[-1][0].shape[2:]), 0)
+
+
+def pasted(
+    background: Interval, window: Window, start: Int64[Tensor, "_sets 2"], spans: list[int], padding: int
+) -> Interval:
+    """Return the parts of `spans` from `start` on, of backgrounds with zeros around them and windows put in."""
+    sets, (images, _, _, _) = len(start), background[0].shape
+    image = torch.arange(sets, device=start.device).div(sets // images, rounding_mode="floor").view(-1, 1, 1)
+    number = torch.arange(sets, device=start.device).view(-1, 1, 1)
+    rows, columns = (start[:, axis, None] + torch.arange(spans[axis], device=start.device) for axis in (0, 1))
+    at_row, at_column = rows - padding - window.start[:, :1], columns - padding - window.start[:, 1:]
+    height, width = window.centre.shape[2:]
+    down, along = (at_row >= 0) & (at_row < height), (at_column >= 0) & (at_column < width)
+    inside = (down.unsqueeze(2) & along.unsqueeze(1)).unsqueeze(3)
+    there = (number, slice(None), at_row.clamp(0, height - 1).unsqueeze(2), at_column.clamp(0, width - 1).unsqueeze(1))
+    around = [F.pad(each, (padding,) * 4) for each in background]
+    here = (image, slice(None), rows.unsqueeze(2), columns.unsqueeze(1))
+    # A slice between index tensors puts the channels last.
+    parts = [
+        torch.where(inside, own[there], whole[here]).permute(0, 3, 1, 2)
+        for own, whole in zip((window.centre, window.radius), around, strict=True)
+    ]
+    return parts[0], parts[1]

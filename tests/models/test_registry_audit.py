@@ -16,6 +16,7 @@ THIN = {
     "ds_resnet18": {"width": 0.1},
     "block_resnet18": {"width": 0.1},
     "ds_resnet50": {"width": 0.05},
+    "interval_cnn": {"widths": [4, 4, 4, 4]},
 }
 
 

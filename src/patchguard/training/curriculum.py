@@ -38,7 +38,7 @@ def stages(recipe: Recipe) -> list[Stage]:
 def stage_at(recipe: Recipe, progress: float) -> Stage:
     """Return the stage at `progress`, the share of training that is done."""
     stage = [stage for stage in stages(recipe) if stage.start <= progress][-1]
-    if progress >= recipe.plain_share + recipe.ramp:
+    if recipe.ramp == 0 or progress >= recipe.plain_share + recipe.ramp:
         return stage
     return replace(stage, radius=max(0.0, progress - recipe.plain_share) / recipe.ramp)
 

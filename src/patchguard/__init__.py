@@ -15,6 +15,7 @@ _HOME = {
     "EvidenceMap": "evidence",
     "Guard": "guard",
     "InputError": "errors",
+    "IntervalGuard": "interval",
     "Patch": "patch",
     "Prediction": "certificate",
     "Windows": "windows",
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from patchguard.evidence import Evidence as Evidence
     from patchguard.evidence import EvidenceMap as EvidenceMap
     from patchguard.guard import Guard as Guard
+    from patchguard.interval import IntervalGuard as IntervalGuard
     from patchguard.patch import Patch as Patch
     from patchguard.windows import Windows as Windows
     from patchguard.zoo import load as load

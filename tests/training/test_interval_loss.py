@@ -82,7 +82,7 @@ def test_the_command_trains_and_the_file_certifies(tmp_path: Path) -> None:
         "model_settings": {**SMALL, "side": 16, "widths": [8, 8]},
         "patch": 1,
         "peak_rate": 0.005,
-        "held_out": 20,
+        "held_out": 8,
         "plain_share": 0.2,
         "ramp": 0.4,
         "ema": 0.8,

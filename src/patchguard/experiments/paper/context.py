@@ -23,6 +23,7 @@ from patchguard.experiments.paper import maps as maps_on_disk
 from patchguard.experiments.paper.experiment import Missing
 from patchguard.experiments.paper.maps import Maps
 from patchguard.guard import Guard
+from patchguard.interval import IntervalGuard
 from patchguard.models import REGISTRY
 from patchguard.presets import PRESETS
 from patchguard.training import recipes
@@ -110,10 +111,20 @@ class Context:
 
     def guard(self, name: str) -> Guard[Any]:
         """Return the trained Guard of a name, on the CPU."""
+        return zoo.load_guard(self._trained(name))
+
+    def interval_guard(self, name: str) -> IntervalGuard:
+        """Return the trained network of a name that is certified by interval bounds, on the CPU."""
+        found = zoo.load(self._trained(self.choose(name)))
+        if not isinstance(found, IntervalGuard):
+            raise InputError(f"`{name}` must be certified by interval bounds; it has cells.")
+        return found
+
+    def _trained(self, name: str) -> Path:
         path = self._file(name)
         if path is None:
             raise Missing(f"not run: no trained {name} here. {self.command(name)}")
-        return zoo.load(path)
+        return path
 
     def _file(self, name: str) -> Path | None:
         if Path(name).is_file():

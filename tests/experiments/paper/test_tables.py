@@ -18,6 +18,8 @@ from patchguard.experiments.paper.maps import Maps
 from patchguard.experiments.paper.outcome import png
 from patchguard.experiments.paper.settled import doubly_masked
 from patchguard.experiments.paper.tally import LOGITS, SIGNED, among_best, count, masking
+from patchguard.interval import IntervalGuard
+from patchguard.models import build
 from patchguard.patch import Patch
 from patchguard.windows import Windows
 
@@ -61,6 +63,22 @@ def test_rows_of_the_main_table_are_those_of_the_guard(context, guard, source):
         seen += numbers[1::2]
     assert 0 < max(seen) < IMAGES
     assert len(set(seen)) > 1
+
+
+def test_interval_bounds_are_measured_where_they_are_trained_and_say_the_command_elsewhere(context, source):
+    settings = {"classes": 10, "side": 32, "widths": [4], "kernels": [4], "strides": [4]}
+    model = build("interval_cnn", **settings).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.mul_(0.1)
+    model.fc.bias.copy_(torch.linspace(0.0, 0.01, 10))  # the last class nearly everywhere, sometimes by a hair
+    put(context, "cifar10_ibp_5", IntervalGuard(model))
+    found = row(main_table.run(context, "cifar10"), "IBP")
+    proof = IntervalGuard(model).certify(pixels(source), Patch(5))
+    right = proof.label == torch.tensor(source.targets)
+    assert found.ours[:2] == (None, None)
+    assert "patchguard train --recipe cifar10_ibp_2" in found.note
+    assert counts(found.ours[2:]) == [int(right.sum()), int((right & proof.certified).sum())]
+    assert found.published == published.MAIN["cifar10"]["IBP"]
 
 
 def test_a_row_without_its_model_is_not_run_and_says_the_command(context):

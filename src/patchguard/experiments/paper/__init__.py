@@ -10,6 +10,13 @@ EXPERIMENTS: dict[str, Experiment] = {
     experiment.name: experiment
     for experiment in (
         Experiment(
+            name="local_attack",
+            title="Section 3.1: local predictions and large logits of an undefended ResNet under attack",
+            where=("tab-local-attack", "fig-hist-net", "fig-hist-nette", "fig-hist-cifar"),
+            sets=ALL,
+            run=late("local_attack"),
+        ),
+        Experiment(
             name="main",
             title="Clean and provable robust accuracy of different defenses",
             where=("tab-huge-provable",),
@@ -66,11 +73,32 @@ EXPERIMENTS: dict[str, Experiment] = {
             run=late("mask_sizes"),
         ),
         Experiment(
+            name="time",
+            title="Inference time per image",
+            where=("tab-time",),
+            sets=(),
+            run=late("inference_time"),
+        ),
+        Experiment(
             name="training",
             title="Effect of provable adversarial training",
             where=("tab-adv-training",),
             sets=ALL,
             run=late("masking_tables", "training"),
+        ),
+        Experiment(
+            name="centre",
+            title="Local features focus on the centre of their field",
+            where=("fig-center",),
+            sets=(),
+            run=late("looks"),
+        ),
+        Experiment(
+            name="window_size",
+            title="How many cells a patch reaches",
+            where=("fig-window", "eq-receptive"),
+            sets=(),
+            run=late("window_size"),
         ),
         Experiment(
             name="top_k",
@@ -80,6 +108,20 @@ EXPERIMENTS: dict[str, Experiment] = {
             run=late("masking_tables", "top_k"),
         ),
         Experiment(
+            name="more_sets",
+            title="Performance on cats-vs-dogs and flowers",
+            where=("tab-more-ds",),
+            sets=("cats_vs_dogs", "flowers"),
+            run=late("more_sets"),
+        ),
+        Experiment(
+            name="toy_example",
+            title="De-randomized smoothing against robust masking on eleven votes",
+            where=("apx-generalization",),
+            sets=(),
+            run=late("toy_votes"),
+        ),
+        Experiment(
             name="shapes",
             title="Patches of different shapes",
             where=("tab-shape",),
@@ -87,11 +129,25 @@ EXPERIMENTS: dict[str, Experiment] = {
             run=late("masking_tables", "shapes"),
         ),
         Experiment(
+            name="several_patches",
+            title="Several patches: merged, cells masked, other secure sums",
+            where=("apx-multiple-patch",),
+            sets=ALL,
+            run=late("several_patches"),
+        ),
+        Experiment(
             name="large_patches",
             title="Patches up to 192x192",
             where=("fig-large-patch",),
             sets=DETAILED,
             run=late("large_patches"),
+        ),
+        Experiment(
+            name="occlusion",
+            title="A block of 96x96 pixels over the image",
+            where=("fig-large-patch-visu",),
+            sets=("imagenette", "imagenet"),
+            run=late("occlusion"),
         ),
     )
 }

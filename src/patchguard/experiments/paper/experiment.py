@@ -126,7 +126,11 @@ def written(value: Value) -> str:
 
     >>> written(None), written(12.345), written({"right": 1, "of": 2, "share": 0.5, "low": 0.1, "high": 0.9})
     ('-', '12.3', '50.0')
+    >>> written(1024)
+    '1,024'
     """
+    if isinstance(value, int):
+        return f"{value:,}"
     number = percent(value)
     if number is None:
         return value if isinstance(value, str) else "-"

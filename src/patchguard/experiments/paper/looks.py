@@ -56,7 +56,7 @@ def run(context: Context, dataset: str) -> Result:
     """Count the looks of the paper's examples, of deeper stacks, and of the networks."""
     examples = tuple(
         Row(
-            label=f"{len(layers)} convolutions of kernel 3",
+            label=f"convolutions of kernel 3: {len(layers)}",
             ours=(" ".join(map(str, looks(layers))), ratio(layers)),
             published=(None, CENTRE if len(layers) == 2 else None),
         )
@@ -70,9 +70,7 @@ def run(context: Context, dataset: str) -> Result:
     rows = []
     for name, (layers, field) in networks.items():
         focus = Focus.of(layers)
-        rows.append(
-            Row(label=name, ours=(float(focus.field), float(focus.half), focus.ratio), published=(field, None, None))
-        )
+        rows.append(Row(label=name, ours=(focus.field, focus.half, focus.ratio), published=(field, None, None)))
     return Result(
         tables=(
             Table(title="Looks at each input cell", where=WHERE, columns=("looks", "centre : border"), rows=examples),

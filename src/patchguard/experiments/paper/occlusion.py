@@ -82,8 +82,8 @@ def run(context: Context, dataset: str) -> Result:
         tables=(Table(title=_title(dataset), where=WHERE, columns=COLUMNS, rows=tuple(rows)),),
         figures={"occlusion": lambda: figure(found.pictures, maps.guard.class_names, patch)},
         notes=(
-            f"The grey block of {patch.height} x {patch.width} px lies over the window that holds most evidence for the "
-            "true class. Certified images stay right under it, and many others do, too: grey is no attack.",
+            f"The grey block of {patch.height} x {patch.width} px lies over the window with the most evidence for "
+            "the true class. Certified images stay right under it, and many others do, too: grey is no attack.",
         ),
         settings={"block": [patch.height, patch.width], "grey": GREY},
     )
@@ -119,7 +119,8 @@ def places(maps: Maps, patch: Patch, windows: Windows, device: torch.device) -> 
     for local_logits, targets in maps.batches(device):
         evidence = select(LOGITS(local_logits).values, targets).unsqueeze(1)
         chosen.append(ties.argmax(sums(evidence, windows).squeeze(1), dim=1).cpu())
-    return corners[torch.cat(chosen).numpy()]
+    found: np.ndarray = corners[torch.cat(chosen).numpy()]
+    return found
 
 
 def covered(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from patchguard.experiments.paper.context import Context
 
-Value: TypeAlias = Share | float | str | None
+Value: TypeAlias = Share | float | int | str | None  # a whole number is a count
 Drawing: TypeAlias = "bytes | Callable[[], Figure]"
 
 TITLES = {

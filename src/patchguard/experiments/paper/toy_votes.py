@@ -12,6 +12,7 @@ Double masking certifies 112.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import product
 from typing import TYPE_CHECKING, Any, final
 
@@ -84,7 +85,7 @@ def rules(cells: int, corrupted: int) -> dict[str, Defense[Any]]:
     return {
         "DS, published proof": MajorityVote(spatial=False),
         "DS, exact proof": MajorityVote(),
-        "robust masking, T = 1": RobustMasking(masks=masks, threshold=1),
+        "robust masking, T = 1": RobustMasking(masks=masks, threshold=Fraction(1)),
         "robust masking, T = 0": RobustMasking(masks=masks),
         "double masking": DoubleMasking(masks=masks),
     }

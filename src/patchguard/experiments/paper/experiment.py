@@ -42,7 +42,7 @@ class Row:
 
     label: str
     ours: tuple[Value, ...]
-    published: tuple[float | None, ...] = ()
+    published: tuple[float | int | None, ...] = ()
     note: str = ""
 
     @property

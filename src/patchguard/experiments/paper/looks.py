@@ -48,7 +48,7 @@ BAGNET17: Layers = ((3, 1), (3, 2), (3, 2), (3, 2))
 
 # fig-center: "the center cell of the input layer receives the most attention (being looked at 3 times)"; the field of
 # ResNet-50 is given in sec-motivation. The paper counts no more than that.
-CENTRE, RESNET50_FIELD = 3.0, 483.0
+CENTRE, RESNET50_FIELD = 3, 483
 DEPTHS = range(1, 9)
 
 
@@ -57,7 +57,7 @@ def run(context: Context, dataset: str) -> Result:
     examples = tuple(
         Row(
             label=f"convolutions of kernel 3: {len(layers)}",
-            ours=(" ".join(map(str, looks(layers))), ratio(layers)),
+            ours=(" ".join(map(str, looks(layers))), round(ratio(layers))),
             published=(None, CENTRE if len(layers) == 2 else None),
         )
         for layers in (((3, 1),) * depth for depth in DEPTHS)
@@ -65,12 +65,12 @@ def run(context: Context, dataset: str) -> Result:
     networks = {
         "ResNet-50, stride on the last unit": (RESNET50_LATE, RESNET50_FIELD),
         "ResNet-50, this package's": (RESNET50, None),
-        "BagNet-17": (BAGNET17, 17.0),
+        "BagNet-17": (BAGNET17, 17),
     }
     rows = []
     for name, (layers, field) in networks.items():
         focus = Focus.of(layers)
-        rows.append(Row(label=name, ours=(focus.field, focus.half, focus.ratio), published=(field, None, None)))
+        rows.append(Row(label=name, ours=(focus.field, focus.half, round(focus.ratio)), published=(field, None, None)))
     return Result(
         tables=(
             Table(title="Looks at each input cell", where=WHERE, columns=("looks", "centre : border"), rows=examples),

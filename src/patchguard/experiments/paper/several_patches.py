@@ -117,7 +117,9 @@ def rules(maps: Maps) -> dict[str, Rule]:
             evidence=signed, defense=TrimmedMean(trim=windows.largest_area, spatial=False), windows=windows
         ),
         "median": lambda windows: Question(evidence=signed, defense=Median(spatial=False), windows=windows),
-        "clipped sum (CBN)": lambda windows: Question(evidence=TANH, defense=ClippedSum(), windows=windows),
+        "sum of confidences" if bands(maps) else "clipped sum (CBN)": lambda windows: Question(
+            evidence=CONFIDENCE if bands(maps) else TANH, defense=ClippedSum(), windows=windows
+        ),
         "majority vote (DS)": lambda windows: Question(evidence=votes, defense=MajorityVote(), windows=windows),
     }
 
@@ -240,6 +242,7 @@ def _double(maps: Maps) -> Rule:
 # -- the figure --------------------------------------------------------------------------------------------------------
 
 COLOURS = ("#1f5fa8", "#d9731a", "#3a8f5c", "#8b5fb0", "#777777", "#c22f2f")
+MARKERS = ("*", "o", "^", "v", "D", "s")
 
 
 def draw(study: Study) -> "Figure":
@@ -249,11 +252,12 @@ def draw(study: Study) -> "Figure":
     made = Figure(figsize=(10, 4), layout="constrained")
     left, right = made.subplots(1, 2, sharey=True)
     found, merged = study.anywhere or {}, study.merged or {}
-    for colour, rule in zip(COLOURS, dict.fromkeys(rule for rule, _ in found), strict=True):
+    for colour, marker, rule in zip(COLOURS, MARKERS, dict.fromkeys(rule for rule, _ in found), strict=True):
         entries = [(number, found[rule, number]) for number in COUNTS]
         points = [(number, percent(entry[1])) for number, entry in entries if not isinstance(entry, str)]
         if points:
-            left.plot(*zip(*points, strict=True), marker="o", color=colour, label=rule)
+            numbers, shares = zip(*points, strict=True)
+            left.plot(numbers, shares, marker=marker, markersize=12 if marker == "*" else 6, color=colour, label=rule)
     left.set_xticks(COUNTS)
     left.set_xlabel(f"patches of {study.side} x {study.side} pixels, anywhere")
     left.set_ylabel("certified accuracy, %")

@@ -55,7 +55,7 @@ def run(context: Context, dataset: str) -> Result:
     after = worst_neighbours().counts
     ours = (right, wrong, right - wrong, 2 * CORRUPTED, *after)
     numbers = tuple(
-        Row(label=label, ours=(mine,), published=(float(theirs),))
+        Row(label=label, ours=(mine,), published=(theirs,))
         for (label, theirs), mine in zip(PUBLISHED.items(), ours, strict=True)
     )
     found, counted = margins([VOTES], CORRUPTED), census()

@@ -151,9 +151,14 @@ def test_imagenet_experiments_run_on_a_folder_of_a_thousand_classes(
         assert all(png(drawing).startswith(b"\x89PNG") for drawing in result.figures.values())
     monkeypatch.setattr(local_attack, "SHORT", local_attack.PatchPGD(steps=1, step=0.1, locations=1))
     monkeypatch.setattr(local_attack, "MOST", {"imagenet": 5000})
-    result = EXPERIMENTS["local_attack"].run(Context(data_root=imagenet, cache=tmp_path, limit=2), "imagenet")
+    told: list[tuple[str, int, int]] = []
+    few = Context(data_root=imagenet, cache=tmp_path, limit=2, progress=lambda *words: told.append(words))
+    result = EXPERIMENTS["local_attack"].run(few, "imagenet")
     assert [row.published for row in result.tables[0].rows] == [(84.4,), (59.9,), (24.5,), (99.9,)]
     assert all(row.measured for row in result.tables[0].rows)
+    assert {table.where for table in result.tables if table.where} == {"tab-local-attack", "fig-hist-net"}
+    assert {what for what, _, _ in told} >= {f"paper_imagenet_resnet50: {stage}" for stage in ("clean", "attack")}
+    assert [done for what, done, _ in told if what.endswith("clean")][-1] == 2
     assert any("short attack" in note for note in result.notes)
 
 

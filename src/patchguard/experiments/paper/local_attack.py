@@ -8,6 +8,7 @@ Ours: the attack with the paper's settings on a GPU (500 steps of 0.05 at 5 plac
 so), with the histogram of large logits and the accuracy under ceilings. `docs/case_study.md` explains each number.
 """
 
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 WHERE = "tab-local-attack"
 SHORT = PatchPGD(steps=20, step=0.1, locations=1)
 MOST = {"imagenet": 5000}  # "We take 5000 random ImageNet validation images"
+FIGURES = {"imagenet": "fig-hist-net", "imagenette": "fig-hist-nette", "cifar10": "fig-hist-cifar"}
 LABELS = {
     "incorrect_local_attacked": "Incorrect local pred. (attacked)",
     "incorrect_local_original": "Incorrect local pred. (original)",
@@ -60,7 +62,7 @@ def run(context: Context, dataset: str) -> Result:
         images,
         dataset=dataset,
         options=Options(attack=attack, seed=context.seed),
-        progress=lambda stage, count: context.progress(f"{name}: {stage}", count, len(images)),
+        progress=_told(context, name, len(images)),
     )
     summary["model"] = name
     note = "; ".join(part for part in (f"{name}, {len(images):,} images", network.remark) if part)
@@ -92,6 +94,17 @@ def attack_for(device: torch.device) -> PatchPGD:
     return PAPER_ATTACK if device.type == "cuda" else SHORT
 
 
+def _told(context: Context, name: str, images: int) -> case_study.Progress:
+    """Return what adds up the images, or image steps, of each stage and tells the context."""
+    done: Counter[str] = Counter()
+
+    def tell(stage: str, count: int) -> None:
+        done[stage] += count
+        context.progress(f"{name}: {stage}", done[stage], max(images, done[stage]))
+
+    return tell
+
+
 def _figure(summary: dict[str, Any], name: str) -> "Figure":
     return case_figures.figures(summary)[name]
 
@@ -116,7 +129,8 @@ def logits_table(summary: dict[str, Any]) -> Table:
         for key, label in names.items()
     )
     columns = ("above the largest clean logit, %", *(f"quantile {float(level):g}" for level in levels))
-    return Table(title="Local logits", where="fig-hist-net", columns=columns, rows=rows)
+    where = FIGURES.get(summary["dataset"], "")
+    return Table(title="Local logits", where=where, columns=columns, rows=rows)
 
 
 def ceiling_table(summary: dict[str, Any]) -> Table:

@@ -5,8 +5,9 @@ The paper claims (sec-eval-detail-efficiency; one P100 GPU and one CPU core): ro
 ensembles over bands.
 
 Ours: the same five, image by image and in batches, as medians of rounds in which all take turns, so that all see the
-same clocks. Weights are random, since speed does not depend on them. The bands of one image share their first layers
-here, so that DS is cheaper than 299 runs of its backbone. Beside the paper: double masking, and a certificate.
+same clocks. Weights are random, since speed does not depend on them. Bands are evaluated as `models.bands` does it,
+which computes only what a band can change: less work than 299 runs of the backbone. Beside the paper: double masking,
+and certificates.
 """
 
 import statistics

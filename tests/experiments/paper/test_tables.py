@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from reproduction import IMAGES, pixels
+from reproduction import IMAGES, pixels, put
 
 from patchguard.defenses import ClippedSum, DoubleMasking, RobustMasking, Undefended
 from patchguard.evidence import Evidence

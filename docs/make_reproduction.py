@@ -49,7 +49,7 @@ def contents(found: dict[str, Any]) -> Iterator[str]:
     yield "\n| experiment | in the paper | run | not run |\n|---|---|---|---|\n"
     for experiment in EXPERIMENTS.values():
         names = {
-            TITLES[each] or "done": f"{experiment.name}-{each}" if each else experiment.name
+            TITLES[each] or "needs no data": f"{experiment.name}-{each}" if each else experiment.name
             for each in experiment.sets or ("",)
         }
         done = [title for title, name in names.items() if name in found]

@@ -257,8 +257,8 @@ def _show(outcome: "Outcome", trial: "Trial", folder: Path, as_json: bool) -> No
 def _alarm(refuted: list[int], trial: "Trial", folder: Path) -> str:
     certified = "certified image" if len(refuted) == 1 else "certified images"
     return (
-        f"patchguard: REFUTED: {len(refuted):,} {certified} flipped, the first is {trial.number(refuted[0])}. A certificate, the "
-        f"field or the attack is wrong; {folder / 'refuted'} holds images, evidence and seeds. "
+        f"patchguard: REFUTED: {len(refuted):,} {certified} flipped, the first is {trial.number(refuted[0])}. "
+        f"A certificate, the field or the attack is wrong; {folder / 'refuted'} holds images, evidence and seeds. "
         f"Repeat: {trial.repeating(refuted[0])}"
     )
 

@@ -181,7 +181,7 @@ def test_attacks_are_built_by_name() -> None:
         ({"step": 0.0}, "`step`"),
         ({"momentum": 1.0}, "`momentum`"),
         ({"locations": 0}, "`locations`"),
-        ({"search": "everywhere"}, "`search` must be one of random, gradient, certificate"),
+        ({"search": "everywhere"}, "`search` must be one of random, occlusion, gradient, certificate"),
         ({"objective": "loss"}, "`objective`"),
     ],
 )

@@ -110,6 +110,10 @@ class Axis:
         straight = (self._starts < start + length) & (stops > start)
         return np.asarray((straight | (stops - self.size > start)) & (self._lengths > 0))
 
+    def touched_from(self, length: int) -> Bool[np.ndarray, "positions cells"]:
+        """Return the same for `length` pixels from every position inside the axis."""
+        return np.stack([self.touched(start, length) for start in range(self.size - length + 1)])
+
 
 @final
 @dataclass(frozen=True)

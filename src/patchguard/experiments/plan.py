@@ -9,7 +9,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from patchguard.certificate import Certificate
@@ -136,16 +136,12 @@ class Plan:
         if known not in self.places:
             cells = np.zeros(axis.cells, dtype=bool)
             cells[np.arange(start, stop) % axis.cells] = True
-            touched = _touched(axis, length)
+            touched = axis.touched_from(length)
             inside = (touched & ~cells).sum(1) == 0
             score = np.where(inside, (touched & cells).sum(1), -1)
             best = np.flatnonzero(score == score.max())
             self.places[known] = int(best[len(best) // 2])
         return self.places[known]
-
-
-def _touched(axis: Axis, length: int) -> Bool[np.ndarray, "positions cells"]:
-    return np.stack([axis.touched(position, length) for position in range(axis.size - length + 1)])
 
 
 def make_plan(

@@ -66,7 +66,7 @@ class Entry:
 
 def available() -> list[Entry]:
     """Return every name that `build`, `load` or the command line knows, with one line about each."""
-    trained = [Entry(path.stem, "checkpoint", f"trained {_described(path)}") for path in _checkpoints()]
+    trained = [Entry(path.stem, "checkpoint", f"trained {_described(path)}") for path in checkpoints()]
     presets = [Entry(name, "preset", preset.description) for name, preset in PRESETS.items()]
     networks = []
     for name, factory in models.REGISTRY.items():
@@ -124,7 +124,7 @@ def usual_size(name: str) -> tuple[int, int]:
 
 def _located(name_or_path: str | Path) -> Path:
     path, name = Path(name_or_path), str(name_or_path)
-    embedded = {each.stem: each for each in _checkpoints()}
+    embedded = {each.stem: each for each in checkpoints()}
     if path.is_file():
         return path
     if name in embedded:
@@ -150,7 +150,7 @@ def _located(name_or_path: str | Path) -> Path:
     raise InputError(f"`{name}` is neither a file nor a known name. {nearest(name, known)}")
 
 
-def _checkpoints() -> list[Path]:
+def checkpoints() -> list[Path]:
     """Return the files with a name of their own: those that the user put aside first, then ours."""
     chosen = os.environ.get(FOLDER)
     folders = [*([Path(chosen)] if chosen else []), CHECKPOINTS, CLONE]

@@ -42,7 +42,7 @@ def paint(folder: Path, classes: Sequence[str], each: int, side: int = SIDE, suf
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> object:
     """No models but those of the test, and one thread."""
-    monkeypatch.setattr(zoo, "_checkpoints", list)
+    monkeypatch.setattr(zoo, "checkpoints", list)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -20,7 +20,7 @@ def source(guard):
 @pytest.fixture
 def context(tmp_path, monkeypatch, guard, source):
     """Two thin models, the sample under the name of CIFAR-10, and nothing else."""
-    monkeypatch.setattr(zoo, "_checkpoints", list)
+    monkeypatch.setattr(zoo, "checkpoints", list)
     monkeypatch.setattr(Context, "images", lambda self, dataset: source)
     made = Context(cache=tmp_path / "cache")
     put(made, "cifar10_mask_srf", guard)

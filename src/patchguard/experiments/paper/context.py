@@ -132,7 +132,7 @@ class Context:
         trained = self.cache / "models" / name / f"{name}.safetensors"
         if trained.is_file():
             return trained
-        return next((path for path in zoo._checkpoints() if path.stem == name), None)
+        return next((path for path in zoo.checkpoints() if path.stem == name), None)
 
     def _needed(self, name: str) -> list[str]:
         """The models that a recipe begins with and that are not here."""

@@ -7,6 +7,7 @@ import torch
 from painted import GUARDS, guard, paintings
 
 from patchguard.attacks import Adaptive, Noise, PatchPGD
+from patchguard.attacks.guide import find_guide
 from patchguard.certificate import Prediction
 from patchguard.data.preprocess import Preprocess
 from patchguard.defenses import Undefended
@@ -157,3 +158,13 @@ def test_a_network_that_mixes_positions_can_still_be_attacked() -> None:
     target = victim.predict(images).label
     for attack in (PatchPGD(steps=6, locations=2, search="certificate"), Adaptive(steps=6)):
         assert attack(victim, images, target, Patch(7)).broken.any()
+
+
+def test_an_image_that_makes_the_network_overflow_does_not_cost_the_others_their_hints() -> None:
+    victim, images, target = right_images("double", 6)
+    alone = find_guide(victim, images[:5], PATCH, target[:5], size=6, half=False)
+    images[5] = torch.nan
+    together = find_guide(victim, images, PATCH, target, size=6, half=False)
+    assert alone is not None and together is not None
+    assert torch.equal(together.boxes[:5], alone.boxes)
+    assert torch.equal(together.rival[:5], alone.rival)

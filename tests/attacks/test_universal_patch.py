@@ -63,3 +63,5 @@ def test_mistakes_are_named(tmp_path) -> None:
         apply_patch(torch.zeros(3, 4, 4), images, torch.tensor([[[0, 0]], [[9, 0]]]))
     with pytest.raises(InputError, match="surroundings need"):
         Surroundings(smallest=2.0, largest=1.0)
+    with pytest.raises(InputError, match="`aim` must be a class from 0 to"):
+        learn_patch(guard("undefended"), images, 99, Patch(3), steps=1)

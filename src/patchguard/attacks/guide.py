@@ -56,7 +56,7 @@ def find_guide(
     for part, label in zip(torch.split(images, size), torch.split(target, size), strict=True):
         with reduced(images.device, half):
             local_logits = guard.differentiable_logits(part)
-        evidence = guard.evidence(local_logits.float())
+        evidence = guard.evidence(local_logits.float().nan_to_num())  # one bad image must not cost the others' hints
         try:
             proof = guard.defense.certify(evidence, windows, label)
         except InputError:  # the masks do not fit the patch, or the evidence has no bound

@@ -94,6 +94,8 @@ def learn_patch(
                 pasted = _pasted(shown, background[part], sheet[part], light[part])
                 with reduced(device, half):
                     local_logits = victim.differentiable_logits(pasted)
+                if not 0 <= aim < local_logits.shape[1]:
+                    raise InputError(f"`aim` must be a class from 0 to {local_logits.shape[1] - 1}; got {aim}.")
                 towards = torch.full((len(part),), aim, device=device)
                 score = cross_entropy(local_logits, Case(target=towards, aim=towards))
                 gradient += torch.autograd.grad(score.sum(), shown)[0]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from patchguard import runtime
 from patchguard.errors import InputError
+from patchguard.evidence import EvidenceMap
 from patchguard.experiments.batches import Batch, Failure, ahead, blocks_of, grouped
 from patchguard.experiments.job import Job, as_floats
 from patchguard.experiments.plan import Plan
@@ -247,6 +248,12 @@ class Loop(Generic[Counted]):
     def failures(self, batch: Batch, error: InputError) -> list[Record]:
         """Return the records of a batch with which nothing can be done."""
         return [self.failure(Failure(place, self.because(error))) for place in batch.places]
+
+    def sorted_out(self, batch: Batch, evidence: EvidenceMap) -> tuple[list[Record], list[int]]:
+        """Return the records of images whose evidence is not finite, and the rows of the others."""
+        finite = evidence.finite.tolist()
+        bad = [place for place, good in zip(batch.places, finite, strict=True) if not good]
+        return [self.failure(Failure(place, NOT_FINITE)) for place in bad], [r for r, good in enumerate(finite) if good]
 
     def because(self, error: InputError) -> str:
         """Return an error as the reason in a record."""

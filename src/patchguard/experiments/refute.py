@@ -28,11 +28,11 @@ from patchguard.data.decode import Unreadable, decode
 from patchguard.errors import InputError
 from patchguard.evidence import EvidenceMap
 from patchguard.experiments import attack_gallery
-from patchguard.experiments.batches import Batch, Failure
+from patchguard.experiments.batches import Batch
 from patchguard.experiments.gallery import Draw
 from patchguard.experiments.gap import GROUPS, Gap, group, measure
 from patchguard.experiments.job import Job, as_floats
-from patchguard.experiments.loop import NOT_FINITE, Loop, Outcome, check_complete, entered, placed, pool
+from patchguard.experiments.loop import Loop, Outcome, check_complete, entered, placed, pool
 from patchguard.experiments.plan import Task
 from patchguard.experiments.records import FORMAT, Folder, Record
 
@@ -196,16 +196,10 @@ class _Work:
         except InputError as error:
             return self.loop.failures(batch, error)
         evidence = self._evidence(batch)
-        finite = evidence.finite.tolist()
-        made = [
-            self.loop.failure(Failure(place, NOT_FINITE))
-            for place, good in zip(batch.places, finite, strict=True)
-            if not good
-        ]
-        rows = [row for row, good in enumerate(finite) if good]
+        made, rows = self.loop.sorted_out(batch, evidence)
         if not rows:
             return made
-        if len(rows) < len(finite):
+        if made:
             evidence = evidence[torch.tensor(rows, device=evidence.values.device)]
             batch = Batch(tuple(batch.places[row] for row in rows), batch.images[rows])
         return made + self._attacked(batch, task, evidence)

@@ -20,7 +20,7 @@ from patchguard.errors import InputError
 from patchguard.experiments import gallery
 from patchguard.experiments.batches import Batch, Failure, ahead, blocks_of, grouped
 from patchguard.experiments.job import Job
-from patchguard.experiments.loop import AHEAD, NOT_FINITE, Loop, Outcome, check_complete, entered, kept, placed, pool
+from patchguard.experiments.loop import AHEAD, Loop, Outcome, check_complete, entered, kept, placed, pool
 from patchguard.experiments.metrics import Tally, summarise
 from patchguard.experiments.plan import Plan, Proofs, answers, entries_of
 from patchguard.experiments.records import FORMAT, Folder, Record
@@ -132,16 +132,10 @@ class _Work:
         except InputError as error:
             return self.loop.failures(batch, error)
         evidence = self.job.guard.evidence(local_logits)
-        finite = evidence.finite.tolist()
-        made = [
-            self.loop.failure(Failure(place, NOT_FINITE))
-            for place, good in zip(batch.places, finite, strict=True)
-            if not good
-        ]
-        rows = [row for row, good in enumerate(finite) if good]
+        made, rows = self.loop.sorted_out(batch, evidence)
         if rows:
-            chosen = torch.tensor(rows, device=local_logits.device)
-            if len(rows) < len(finite):
+            if made:
+                chosen = torch.tensor(rows, device=local_logits.device)
                 evidence, local_logits = evidence[chosen], local_logits[chosen]
             found, proofs = answers(plan, local_logits, evidence)
             if self.job.certificates is not None:

@@ -165,6 +165,7 @@ def test_an_image_that_makes_the_network_overflow_does_not_cost_the_others_their
     alone = find_guide(victim, images[:5], PATCH, target[:5], size=6, half=False)
     images[5] = torch.nan
     together = find_guide(victim, images, PATCH, target, size=6, half=False)
-    assert alone is not None and together is not None
+    assert alone is not None
+    assert together is not None
     assert torch.equal(together.boxes[:5], alone.boxes)
     assert torch.equal(together.rival[:5], alone.rival)

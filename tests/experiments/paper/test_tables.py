@@ -16,8 +16,7 @@ from patchguard.experiments.paper import thresholds as detection
 from patchguard.experiments.paper.experiment import Row, Table, percent, written
 from patchguard.experiments.paper.maps import Maps
 from patchguard.experiments.paper.outcome import png
-from patchguard.experiments.paper.settled import doubly_masked
-from patchguard.experiments.paper.tally import LOGITS, SIGNED, among_best, count, masking
+from patchguard.experiments.paper.tally import LOGITS, SIGNED, count, masking
 from patchguard.interval import IntervalGuard
 from patchguard.models import build
 from patchguard.patch import Patch
@@ -145,12 +144,6 @@ def test_top_k_grows_with_k_and_is_what_the_defense_says(context, maps):
     assert counts(found[2].ours)[2] == int((order[:, :3] == maps.targets.unsqueeze(1)).any(1).sum())
 
 
-def test_a_tie_among_the_best_goes_to_the_smaller_class():
-    scores = torch.tensor([[1.0, 1.0, 0.0]]).double().expand(3, 3)
-    assert among_best(scores, torch.tensor([0, 1, 2]), 1).tolist() == [True, False, False]
-    assert among_best(scores, torch.tensor([0, 1, 2]), 2).tolist() == [True, True, False]
-
-
 # -- maps without a network --------------------------------------------------------------------------------------------
 
 
@@ -189,27 +182,39 @@ def test_thresholds_are_what_the_defense_proves(guard, side):
     assert proved[-1] == 0
 
 
-@pytest.mark.parametrize("side", [2, 3])
-def test_double_masking_is_settled_as_the_defense_certifies(guard, side):
-    maps = made_maps(guard, grid=(8, 8), count=120, spread=2.0)
-    windows = Windows.sliding(grid=(8, 8), size=(side, side))
-    for evidence in (SIGNED, replace(SIGNED, drift=0.01), Evidence(kind="confidence")):
-        made = evidence(torch.from_numpy(maps.local_logits).float() - 0.5)
-        certified = DoubleMasking(masks=windows).certify(made, windows, maps.targets).certified
-        assert torch.equal(doubly_masked(made, windows, maps.targets), certified)
-        assert 10 < int(certified.sum()) < 110
+@pytest.mark.parametrize(
+    "windows",
+    [
+        Windows.sliding(grid=(7, 7), size=(2, 3)),
+        Windows.sliding(grid=(7, 7), size=(2, 7), wrap=(True, False)),
+        Windows(grid=(7, 7), rows=((0, 2), (1, 4), (3, 7)), columns=((0, 3), (2, 7))),
+    ],
+    ids=["equal boxes", "circle", "boxes of several sizes"],
+)
+@pytest.mark.parametrize("size", [1.0, 100.0])  # 100: a threshold may be out of an attack's reach
+def test_bounds_prove_what_the_defense_certifies(guard, windows, size):
+    maps = made_maps(guard, count=120, spread=1.5)
+    evidence = LOGITS(size * torch.from_numpy(maps.local_logits).float())
+    bounds = detection.Bounds.of(evidence, windows, maps.targets)
+    for threshold in detection.THRESHOLDS:
+        proof = RobustMasking(masks=windows, threshold=threshold).certify(evidence, windows)
+        right = proof.label == maps.targets
+        assert torch.equal(bounds.proved(threshold, right), right & proof.certified)
 
 
-def test_quick_bounds_settle_some_images_and_never_wrongly(guard):
-    maps, threshold = made_maps(guard), Fraction(2, 5)
-    windows = Windows.sliding(grid=(7, 7), size=(2, 2))
-    evidence = LOGITS(torch.from_numpy(maps.local_logits).float())
-    yes, no = detection.Bounds.of(evidence, windows, maps.targets).settled(threshold)
-    certified = RobustMasking(masks=windows, threshold=threshold).certify(evidence, windows, maps.targets).certified
-    assert bool((certified | ~yes).all())
-    assert not bool((certified & no).any())
-    assert int(yes.sum()) > 5
-    assert int(no.sum()) > 5
+def test_only_windows_that_quick_bounds_leave_open_are_searched(guard, monkeypatch):
+    maps, windows = made_maps(guard), Windows.sliding(grid=(7, 7), size=(2, 2))
+    bounds = detection.Bounds.of(LOGITS(torch.from_numpy(maps.local_logits).float()), windows, maps.targets)
+    searched = []
+
+    def shared(values, windows, region):
+        searched.append(len(values))
+        return slow(values, windows, region)
+
+    slow = detection.shared
+    monkeypatch.setattr(detection, "shared", shared)
+    bounds.proved(Fraction(2, 5), torch.ones(60, dtype=torch.bool))
+    assert 0 < sum(searched) < 60 * windows.regions
 
 
 def test_the_published_bound_is_algorithm_2_as_printed(guard):

@@ -1,36 +1,220 @@
-"""Whether double masking certifies, without its margin: a table needs only the sign, which is found faster."""
+"""`Sheet`: which images a rule gets right and proves, without margins: tables need only signs, found much faster.
+
+Sums over windows are computed once for all questions about a batch, and pairs of windows are searched only in images
+that quick bounds leave open. Every answer is the defense's own; the tests compare them.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from patchguard.defenses.base import select
+from patchguard import ties
+from patchguard.defenses import DoubleMasking, RobustMasking
+from patchguard.defenses.base import Defense, select
 from patchguard.evidence import EvidenceMap
-from patchguard.overlap import heaviest, sums
+from patchguard.integral import integral_image
+from patchguard.overlap import best_cover, heaviest, sums
+from patchguard.product import NOTHING
 from patchguard.windows import Windows
 
-MAPS = {"cpu": 64, "cuda": 4096}  # gaps whose worst pair is searched together
+MAPS = {"cpu": 64, "cuda": 4096}  # maps whose pairs of windows are searched together
 
 
-def doubly_masked(evidence: EvidenceMap, masks: Windows, label: Int64[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
-    """Return `DoubleMasking(masks).certify(evidence, masks, label).certified` for equal boxes.
+@final
+@dataclass(frozen=True, eq=False)
+class Sheet:
+    """The evidence of one batch, its true classes, and what several questions about them share."""
 
-    With g_k = u_y - u_k, equal boxes cover only themselves, so certified means: g_k outside m and m' is positive for
-    all rivals k and all pairs. Not so where it is not positive outside one mask alone. Surely so where what one mask
-    leaves exceeds all that a second one could hide. Only what lies between is searched, gap by gap.
+    evidence: EvidenceMap
+    targets: Int64[Tensor, " batch"]
+    _sums: dict[Windows, Tensor] = field(default_factory=dict, repr=False)
+    _right: dict[tuple[Defense[Any], int], Tensor] = field(default_factory=dict, repr=False)
+
+    def right(self, defense: Defense[Any], top_k: int = 1) -> Bool[Tensor, " batch"]:
+        """Whether the true class is the label, or among the k best."""
+        if (defense, top_k) not in self._right:
+            self._right[defense, top_k] = self._is_right(defense, top_k)
+        return self._right[defense, top_k]
+
+    def proved(self, defense: Defense[Any], windows: Windows, top_k: int = 1) -> Bool[Tensor, " batch"]:
+        """Whether that is so and no contents of any window change it; nothing is computed for wrong labels."""
+        right = self.right(defense, top_k)
+        if self.evidence.lower is self.evidence.values is self.evidence.upper:  # no drift
+            quick = None
+            if isinstance(defense, DoubleMasking) and top_k == 1:
+                quick = self._doubly_masked(defense.masks, windows, right)
+            elif isinstance(defense, RobustMasking) and defense.threshold == 0:
+                quick = self._masked(defense.masks, windows, top_k, right)
+            if quick is not None:
+                return right & quick
+        found = torch.zeros_like(right)
+        places = right.nonzero().squeeze(1)
+        if len(places):
+            proof = defense.certify(self.evidence[places], windows, self.targets[places], top_k)
+            found[places] = proof.certified
+        return found
+
+    # -- labels --------------------------------------------------------------------------------------------------------
+
+    def _is_right(self, defense: Defense[Any], top_k: int) -> Bool[Tensor, " batch"]:
+        if isinstance(defense, DoubleMasking) and top_k == 1:
+            return self._double_right(defense)
+        if isinstance(defense, RobustMasking) and defense.threshold == 0:
+            scores = self._total - self._over(defense.masks).amax(2)
+            return among_best(scores, self.targets, top_k)
+        answer = defense.predict(self.evidence)
+        return answer.label == self.targets if top_k == 1 else among_best(answer.scores, self.targets, top_k)
+
+    def _double_right(self, defense: DoubleMasking) -> Bool[Tensor, " batch"]:
+        """Whether double masking gives the true class.
+
+        Masks of the first round mostly agree. Where they do not, the label of most of them stands unless a mask for
+        another one is never contradicted in the second round; nearly all are, by the mask that hurts them most.
+        """
+        masks = defense.masks
+        first_round = ties.argmax(self._total.unsqueeze(2) - self._over(masks), dim=1)
+        votes = torch.zeros_like(self._total).scatter_add_(1, first_round, torch.ones_like(first_round))
+        majority = ties.argmax(votes, dim=1)
+        right = majority == self.targets
+        others = torch.arange(votes.shape[1], device=votes.device) != majority.unsqueeze(1)
+        true = torch.nn.functional.one_hot(self.targets, votes.shape[1]).bool()
+        # A wrong majority is put right only by the true class, a right one is overruled by any other.
+        images, claims = ((votes > 0) & others & (right.unsqueeze(1) | true)).nonzero().unbind(1)
+        if masks.count == 1 and not any(masks.wrap):
+            chosen = [
+                self._withstands(masks, first_round, each, claim, majority[each])
+                for each, claim in zip(images.split(self._at_once), claims.split(self._at_once), strict=True)
+            ]
+            images = images[torch.cat(chosen)]
+        images = images.unique()
+        if len(images):
+            right[images] = defense.predict(self.evidence[images]).label == self.targets[images]
+        return right
+
+    def _withstands(
+        self, masks: Windows, first_round: Tensor, images: Tensor, claims: Tensor, majority: Tensor
+    ) -> Bool[Tensor, " some"]:
+        """Whether some mask for `claims` keeps it ahead of the majority's label when one bad second mask is added."""
+        gap = self.evidence.values[images, claims] - self.evidence.values[images, majority]
+        inside = self._over(masks)[images, claims] - self._over(masks)[images, majority]
+        second = ties.argmax(inside, dim=1)
+        hidden = inside + inside.gather(1, second.unsqueeze(1)) - shared(gap, masks, second)[0]
+        ahead = gap.sum((1, 2)).unsqueeze(1) - hidden >= (majority < claims).long().unsqueeze(1)
+        return (ahead & (first_round[images] == claims.unsqueeze(1))).any(1)
+
+    # -- proofs --------------------------------------------------------------------------------------------------------
+
+    def _masked(
+        self, masks: Windows, windows: Windows, top_k: int, right: Bool[Tensor, " batch"]
+    ) -> Bool[Tensor, " batch"] | None:
+        """`RobustMasking(masks).certify(evidence, windows, targets, top_k).certified` of right labels, without drift.
+
+        In the symbols of the theorem, certified means: in every window, t_y - D_k > max_v a_y(v) for all but k - 1
+        rivals. That maximum is at most the heaviest mask H, and at least H less what y has in the window. D_k is t_k
+        for masks that are the windows. It is what the heaviest covering mask leaves of the whole where a row or a
+        column of the window, filled up to the ceiling, outweighs any mask: a mask that does not cover the window misses
+        one. None where neither holds.
+        """
+        inside, over, total = self._over(windows), self._over(masks), self._total.unsqueeze(2)
+        narrowest = min(stop - start for start, stop in (*windows.rows, *windows.columns))
+        if masks == windows and windows.equal_boxes:
+            highest = total - inside
+        elif (
+            not self.evidence.bounded
+            and masks.count == windows.count == 1
+            and masks.cover(windows)
+            and int(over.max()) < self.evidence.high * narrowest
+        ):
+            highest = total - best_cover(over.flatten(0, 1), masks, windows).view(*over.shape[:2], -1)
+        else:
+            return None
+        own = self.targets.view(-1, 1, 1).expand(-1, 1, highest.shape[2])
+        others = highest.scatter(1, own, NOTHING)
+        rival = others.amax(1) if top_k == 1 else others.topk(top_k, dim=1).values[:, -1]
+        mine = select(inside, self.targets)
+        room = select(self._total, self.targets).unsqueeze(1) - mine - rival
+        heavy = select(over, self.targets).amax(1)
+        proved = room.amin(1) > heavy
+        failed = (room <= (heavy.unsqueeze(1) - mine).clamp(min=0)).any(1)
+        for places in self._in_parts(right & ~proved & ~failed):
+            least = self.evidence.values[places, self.targets[places]]
+            proved[places] = (room[places] > heaviest(least, masks, windows)).all(1)
+        return proved
+
+    def _doubly_masked(
+        self, masks: Windows, windows: Windows, right: Bool[Tensor, " batch"]
+    ) -> Bool[Tensor, " batch"] | None:
+        """`DoubleMasking(masks).certify(evidence, windows, targets).certified` of right labels, without drift.
+
+        With g_k = u_y - u_k, equal boxes cover only themselves, so certified means: g_k outside m and m' is positive
+        for all rivals k and all pairs. Not so where it is not positive outside one mask alone. Surely so where what one
+        mask leaves exceeds all that a second one could hide. Only what lies between is searched, gap by gap. None for
+        other masks.
+        """
+        if not (masks == windows and windows.equal_boxes):
+            return None
+        seen = self._total.unsqueeze(2) - self._over(masks)
+        outside = select(seen, self.targets).unsqueeze(1) - seen  # batch, classes, masks
+        least = outside.amin(2)
+        rival = ~torch.nn.functional.one_hot(self.targets, least.shape[1]).bool()
+        proved = right & ~((least <= 0) & rival).any(1)
+        for places in self._in_parts(proved):
+            values, label = self.evidence.values[places], self.targets[places]
+            gap = select(values, label).unsqueeze(1) - values
+            most = sums(gap.clamp(min=0), masks).amax(2)
+            images, rivals = ((least[places] <= most) & rival[places]).nonzero().unbind(1)
+            for first in range(0, len(images), self._at_once):
+                image, against = (each[first : first + self._at_once] for each in (images, rivals))
+                worst = (outside[places[image], against] - heaviest(gap[image, against], masks, masks)).amin(1)
+                proved[places[image[worst <= 0]]] = False
+        return proved
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def _total(self) -> Int64[Tensor, "batch classes"]:
+        return self.evidence.values.sum((2, 3))
+
+    def _over(self, windows: Windows) -> Int64[Tensor, "batch classes regions"]:
+        if windows not in self._sums:
+            self._sums[windows] = sums(self.evidence.values, windows)
+        return self._sums[windows]
+
+    def _in_parts(self, chosen: Bool[Tensor, " batch"]) -> tuple[Int64[Tensor, " some"], ...]:
+        places = chosen.nonzero().squeeze(1)
+        return places.split(self._at_once) if len(places) else ()
+
+    @property
+    def _at_once(self) -> int:
+        return MAPS.get(self.targets.device.type, MAPS["cuda"])
+
+
+def shared(
+    maps: Int64[Tensor, "some rows columns"], windows: Windows, region: Int64[Tensor, " some"]
+) -> tuple[Int64[Tensor, "some regions"], Bool[Tensor, "some regions"]]:
+    """Return, for one window per map, its sum over what every window shares with it, and whether that is anything.
+
+    For single boxes on axes that do not wrap.
     """
-    gap = select(evidence.lower, label).unsqueeze(1) - evidence.upper
-    outside = gap.sum((2, 3)).unsqueeze(2) - sums(gap, masks)  # batch, classes, masks
-    own = torch.nn.functional.one_hot(label, gap.shape[1]).bool()
-    failed = ((outside <= 0).any(2) & ~own).any(1)
-    most = sums(gap.clamp(min=0), masks).amax(2)
-    doubtful = (outside.amin(2) <= most) & ~own & ~failed.unsqueeze(1)
-    images, rivals = doubtful.nonzero().unbind(1)
-    certified = ~failed
-    some = MAPS.get(gap.device.type, MAPS["cuda"])
-    for first in range(0, len(images), some):
-        here = slice(first, first + some)
-        chosen = gap[images[here], rivals[here]]
-        worst = (outside[images[here], rivals[here]] - heaviest(chosen, masks, masks)).amin(1)
-        certified[images[here][worst <= 0]] = False
-    return certified
+    boxes = torch.from_numpy(windows.boxes).to(maps.device)
+    mine, table = boxes[region].unsqueeze(1), integral_image(maps, (False, False))
+    top, left = (torch.maximum(boxes[:, side], mine[..., side]) for side in (0, 2))
+    bottom, right = (torch.minimum(boxes[:, side], mine[..., side]) for side in (1, 3))
+    meets = (top < bottom) & (left < right)
+    bottom, right = torch.maximum(top, bottom), torch.maximum(left, right)
+
+    def at(row: Tensor, column: Tensor) -> Tensor:
+        return table.flatten(1).gather(1, row * table.shape[2] + column)
+
+    return at(bottom, right) - at(top, right) - at(bottom, left) + at(top, left), meets
+
+
+def among_best(scores: Tensor, targets: Int64[Tensor, " batch"], top_k: int) -> Bool[Tensor, " batch"]:
+    """Whether fewer than k classes come before the true one (ties: smallest class first)."""
+    mine = scores.gather(1, targets.unsqueeze(1))
+    classes = torch.arange(scores.shape[1], device=scores.device)
+    before = (scores > mine) | ((scores == mine) & (classes < targets.unsqueeze(1)))
+    return before.sum(1) < top_k

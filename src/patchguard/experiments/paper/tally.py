@@ -9,16 +9,16 @@ from functools import partial
 from typing import Any, TypeVar, final
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from patchguard.defenses import DoubleMasking, RobustMasking
 from patchguard.defenses.base import Defense
-from patchguard.evidence import Evidence, EvidenceMap
+from patchguard.evidence import Evidence
 from patchguard.experiments import metrics
 from patchguard.experiments.metrics import Share
 from patchguard.experiments.paper.maps import Maps
-from patchguard.experiments.paper.settled import doubly_masked
+from patchguard.experiments.paper.settled import Sheet
 from patchguard.windows import Windows
 
 # The paper charges no drift; nor do its tables here. LOGITS is its default: c_l = 0, c_h = infinity.
@@ -74,51 +74,26 @@ class Counts:
 
 
 @final
-@dataclass
+@dataclass(frozen=True, eq=False)
 class _Batch:
-    """The answers about one batch that several questions share."""
+    """Logits and true classes, and a sheet for each kind of evidence that is asked about."""
 
     local_logits: Tensor
     targets: Tensor
-    evidence: dict[Evidence, EvidenceMap] = field(default_factory=dict)
-    right: dict[tuple[Evidence, Defense[Any], int], Tensor] = field(default_factory=dict)
+    sheets: dict[Evidence, Sheet] = field(default_factory=dict)
 
-    def of(self, evidence: Evidence) -> EvidenceMap:
-        if evidence not in self.evidence:
-            self.evidence[evidence] = evidence(self.local_logits)
-        return self.evidence[evidence]
+    def _sheet(self, evidence: Evidence) -> Sheet:
+        if evidence not in self.sheets:
+            self.sheets[evidence] = Sheet(evidence(self.local_logits), self.targets)
+        return self.sheets[evidence]
 
     def is_right(self, question: Question) -> Bool[Tensor, " some"]:
-        key = (question.evidence, question.defense, question.top_k)
-        if key not in self.right:
-            answer = question.defense.predict(self.of(question.evidence))
-            if question.top_k == 1:
-                self.right[key] = answer.label == self.targets
-            else:
-                self.right[key] = among_best(answer.scores, self.targets, question.top_k)
-        return self.right[key]
+        return self._sheet(question.evidence).right(question.defense, question.top_k)
 
     def is_proved(self, question: Question) -> Bool[Tensor, " some"]:
-        """Whether the label is right and proved; where it is wrong nothing needs to be computed."""
-        right = self.is_right(question)
-        found = torch.zeros_like(right)
-        places = right.nonzero().squeeze(1)
-        if question.windows is not None and len(places):
-            evidence, defense = self.of(question.evidence)[places], question.defense
-            if isinstance(defense, DoubleMasking) and defense.masks == question.windows and defense.masks.equal_boxes:
-                found[places] = doubly_masked(evidence, defense.masks, self.targets[places])
-                return found
-            proof = question.defense.certify(evidence, question.windows, self.targets[places], question.top_k)
-            found[places] = proof.certified
-        return found
-
-
-def among_best(scores: Float[Tensor, "some classes"], targets: Tensor, top_k: int) -> Bool[Tensor, " some"]:
-    """Whether fewer than k classes come before the true one (ties: smallest class first)."""
-    mine = scores.gather(1, targets.unsqueeze(1))
-    classes = torch.arange(scores.shape[1], device=scores.device)
-    before = (scores > mine) | ((scores == mine) & (classes < targets.unsqueeze(1)))
-    return before.sum(1) < top_k
+        if question.windows is None:
+            return torch.zeros_like(self.targets, dtype=torch.bool)
+        return self._sheet(question.evidence).proved(question.defense, question.windows, question.top_k)
 
 
 def over_batches(

@@ -24,10 +24,13 @@ from patchguard.experiments.paper.context import Context
 from patchguard.experiments.paper.experiment import TITLES, Missing, Result, Row, Table
 from patchguard.experiments.paper.maps import Maps
 from patchguard.experiments.paper.rows import described, spaces
+from patchguard.experiments.paper.settled import Sheet, shared
 from patchguard.experiments.paper.tally import LOGITS, masking, over_batches, rounding, told
 from patchguard.overlap import heaviest, sums
+from patchguard.product import NOTHING
 from patchguard.windows import Windows
 
+PAIRS = 64  # of images and windows that are searched together
 THRESHOLDS = tuple(Fraction(step, 5) for step in range(6))
 COLUMNS = ("clean", "provable", "detection FP", "detection FP, any class", "provable by the published bound (unsound)")
 COUNTED = (
@@ -79,17 +82,14 @@ def tallies(maps: Maps, windows: Windows, device: torch.device) -> list[tuple[in
     def work(local_logits: Tensor, targets: Tensor) -> Counter[Hashable]:
         found: Counter[Hashable] = Counter()
         evidence = LOGITS(local_logits)
-        total = evidence.values.sum((2, 3))
-        hidden = sums(evidence.values, windows).amax(-1)
         bounds = Bounds.of(evidence, windows, targets)
         for threshold in THRESHOLDS:
-            p, q = threshold.numerator, threshold.denominator
-            over = q * hidden > p * total
-            label = ties.argmax(torch.where(over, total - hidden, total), dim=1)
+            over = threshold.denominator * bounds.hidden > threshold.numerator * bounds.total
+            label = ties.argmax(torch.where(over, bounds.total - bounds.hidden, bounds.total), dim=1)
             right = label == targets
             marks = (
                 right,
-                proved(evidence, windows, targets, threshold, bounds, right),
+                bounds.proved(threshold, right),
                 select(over.long(), label),
                 over.any(1),
                 bounds.published(threshold) & right,
@@ -102,80 +102,112 @@ def tallies(maps: Maps, windows: Windows, device: torch.device) -> list[tuple[in
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Bounds:
-    """What the bounds of all thresholds are made of, for masks that are the windows, class y = the true one.
+    """What the bounds of all thresholds are made of, for masks that are the windows; y is the true class.
 
-    rest: t_k of every class; heavy: max over v of a_y(v); room: h |w|. A window w is the last axis.
+    total: S_k; inside: what class k has in window w, the last axis; hidden: H_k; heavy: max over v of a_y(v).
     """
 
-    rest: Int64[Tensor, "some classes regions"]
-    heavy: Int64[Tensor, "some regions"]
-    heavy_all: Int64[Tensor, "some classes regions"]
+    evidence: EvidenceMap
+    windows: Windows
     targets: Int64[Tensor, " some"]
-    room: int
+    total: Int64[Tensor, "some classes"]
+    inside: Int64[Tensor, "some classes regions"]
+    heavy: Int64[Tensor, "some regions"]
 
     @classmethod
     def of(cls, evidence: EvidenceMap, windows: Windows, targets: Tensor) -> "Bounds":
         """Compute them for a batch."""
-        rest = evidence.values.sum((2, 3)).unsqueeze(2) - sums(evidence.values, windows)
-        heavy_all = heaviest(evidence.values, windows, windows)
-        return cls(rest, select(heavy_all, targets), heavy_all, targets, evidence.high * int(windows.areas.min()))
+        values = evidence.values
+        heavy = heaviest(select(values, targets), windows, windows)
+        return cls(evidence, windows, targets, values.sum((2, 3)), sums(values, windows), heavy)
+
+    @property
+    def hidden(self) -> Int64[Tensor, "some classes"]:
+        """H_k."""
+        return self.inside.amax(2)
+
+    @property
+    def rest(self) -> Int64[Tensor, "some classes regions"]:
+        """t_k."""
+        return self.total.unsqueeze(2) - self.inside
 
     @property
     def mine(self) -> Int64[Tensor, "some regions"]:
         """t_y."""
         return select(self.rest, self.targets)
 
-    def _lower(self, threshold: Fraction) -> Int64[Tensor, "some regions"]:
-        """The score of y when its evidence in w is erased and nothing else happens: LB is at most this."""
-        over = threshold.denominator * self.heavy > threshold.numerator * self.mine
-        return self.mine - torch.where(over, self.heavy, 0)
-
     def published(self, threshold: Fraction) -> Bool[Tensor, " some"]:
-        """Algorithm 2 as it is printed: no rival's t_k / (1 - T) exceeds that score. T = 1 divides by zero: nothing."""
+        """Algorithm 2 as it is printed: no rival's t_k / (1 - T) exceeds the score of y once its evidence is erased.
+
+        T = 1 divides by zero: nothing.
+        """
         p, q = threshold.numerator, threshold.denominator
         if p == q:
             return torch.zeros_like(self.targets, dtype=torch.bool)
-        exceeds = q * self.rest > (q - p) * self._lower(threshold).unsqueeze(1)
-        return ~_others(exceeds, self.targets).flatten(1).any(1)
+        lower = self.mine - torch.where(q * self.heavy > p * self.mine, self.heavy, 0)
+        return ~(q * self._strongest(self.rest) > (q - p) * lower).any(1)
 
-    def settled(self, threshold: Fraction) -> tuple[Bool[Tensor, " some"], Bool[Tensor, " some"]]:
-        """Return which images are surely certified and which surely not, for 0 < T < 1 and unbounded evidence.
-
-        LB lies between t_y - heavy and `_lower`; UB_k is t_k where detection is certain, else t_k / (1 - T), which is
-        less than a whole window of the numerical ceiling would give.
-        """
+    def proved(self, threshold: Fraction, right: Bool[Tensor, " some"]) -> Bool[Tensor, " some"]:
+        """Return which right labels `RobustMasking` certifies."""
         p, q = threshold.numerator, threshold.denominator
-        if bool((p * self.rest > (q - p) * self.room).any()):
-            nothing = torch.zeros_like(self.targets, dtype=torch.bool)
-            return nothing, nothing
-        certain = (q - p) * self.heavy_all > p * self.rest  # heavy > T t_k / (1 - T)
-        upper = torch.where(certain, (q - p) * self.rest, q * self.rest)  # (q - p) UB_k
-        least = (q - p) * (self.mine - self.heavy).unsqueeze(1)
-        most = (q - p) * self._lower(threshold).unsqueeze(1)
-        yes = ~_others(upper >= least, self.targets).flatten(1).any(1)
-        no = _others(upper >= most, self.targets).flatten(1).any(1)
-        return yes, no
+        if p == q:  # an attack that fills a window with unbounded evidence of a rival is never masked
+            return torch.zeros_like(right)
+        # The short forms below are for boxes that cover only themselves, and for attacks that can pass any threshold.
+        short = self.windows.equal_boxes and not any(self.windows.wrap)
+        if not short or bool((p * self.total >= (q - p) * self.evidence.high).any()):
+            return Sheet(self.evidence, self.targets).proved(
+                RobustMasking(masks=self.windows, threshold=threshold), self.windows
+            )
+        return right & self._proved(p, q, right)
 
+    def _proved(self, p: int, q: int, right: Bool[Tensor, " some"]) -> Bool[Tensor, " some"]:
+        """LB > UB_k in every window, in multiples of 1 / (q - p).
 
-def _others(marked: Bool[Tensor, "some classes regions"], targets: Tensor) -> Bool[Tensor, "some classes regions"]:
-    """Unmark the true class itself."""
-    return marked.scatter(1, targets.view(-1, 1, 1).expand(-1, 1, marked.shape[2]), False)
+        A mask that meets the window can always be made to pass T, another one passes by a_y(v) > T t_y alone. So
+        LB = t_y - heavy where heavy > T t_y; else t_y less the heaviest a_y(v) of masks that meet w. And UB_k is t_k
+        where detection is certain, max_v a_k(v) > T t_k / (1 - T), else t_k / (1 - T). What is not needed exactly is
+        bounded: 0 and heavy, and H_k less what k has in the window, and H_k.
+        """
+        passes = q * self.heavy > p * self.mine
+        most = (q - p) * (self.mine - torch.where(passes, self.heavy, 0))
+        least = (q - p) * (self.mine - self.heavy)
+        surely = (q - p) * (self.hidden.unsqueeze(2) - self.inside) > p * self.rest
+        maybe = (q - p) * self.hidden.unsqueeze(2) > p * self.rest
+        smallest = self._strongest(torch.where(maybe, q - p, q) * self.rest)
+        largest = self._strongest(torch.where(surely, q - p, q) * self.rest)
+        proved = right & (least > largest).all(1)
+        failed = (most <= smallest).any(1)
+        open_windows = (least <= largest) & (most > smallest) & (right & ~proved & ~failed).unsqueeze(1)
+        fails = torch.zeros_like(failed)
+        images, regions = open_windows.nonzero().unbind(1)
+        for here in range(0, len(images), PAIRS):
+            image, region = images[here : here + PAIRS], regions[here : here + PAIRS]
+            label, rest = self.targets[image].unsqueeze(1), self.total[image] - self.inside[image, :, region]
+            hidden = torch.where(passes[image, region], self.heavy[image, region], self._meeting(image, region))
+            lower = (q - p) * (rest.gather(1, label).squeeze(1) - hidden)
+            certain = (q - p) * self._outside(image, region) > p * rest
+            upper = torch.where(certain, q - p, q) * rest
+            fails[image[lower <= upper.scatter(1, label, NOTHING).amax(1)]] = True
+        return (right & ~failed & ~fails) | proved
 
+    def _strongest(self, values: Int64[Tensor, "some classes regions"]) -> Int64[Tensor, "some regions"]:
+        """The largest among the rivals of the true class."""
+        own = self.targets.view(-1, 1, 1).expand(-1, 1, values.shape[2])
+        return values.scatter(1, own, NOTHING).amax(1)
 
-def proved(
-    evidence: EvidenceMap, windows: Windows, targets: Tensor, threshold: Fraction, bounds: Bounds, right: Tensor
-) -> Bool[Tensor, " some"]:
-    """Return which images the defense certifies; it is asked only about those that quick bounds leave open."""
-    if threshold == 1:  # an attack that fills a window with unbounded evidence of a rival is never masked
-        return torch.zeros_like(right)
-    yes, no = bounds.settled(threshold) if threshold > 0 else (torch.zeros_like(right), ~right)
-    found = yes & right
-    if not windows.equal_boxes:  # the quick bounds are for masks that cover only themselves
-        found, no = torch.zeros_like(right), ~right
-    places = (right & ~found & ~no).nonzero().squeeze(1)
-    if len(places):
-        defense = RobustMasking(masks=windows, threshold=threshold)
-        found[places] = defense.certify(evidence[places], windows, targets[places]).certified
-    return found
+    def _meeting(self, image: Int64[Tensor, " pairs"], region: Int64[Tensor, " pairs"]) -> Int64[Tensor, " pairs"]:
+        """The heaviest a_y(v) of the masks that share a cell with the window."""
+        label = self.targets[image]
+        common, meets = shared(self.evidence.values[image, label], self.windows, region)
+        return torch.where(meets, self.inside[image, label] - common, 0).amax(1)
+
+    def _outside(
+        self, image: Int64[Tensor, " pairs"], region: Int64[Tensor, " pairs"]
+    ) -> Int64[Tensor, "pairs classes"]:
+        """The heaviest a_k(v) of all masks, for every class."""
+        classes = self.total.shape[1]
+        values = self.evidence.values[image].flatten(0, 1)
+        common, _ = shared(values, self.windows, region.repeat_interleave(classes))
+        return (self.inside[image].flatten(0, 1) - common).amax(1).view(-1, classes)

@@ -1,0 +1,122 @@
+"""Signs without margins: every answer of a `Sheet` is the defense's own."""
+
+import pytest
+import torch
+
+from patchguard.defenses import ClippedSum, DoubleMasking, RobustMasking
+from patchguard.evidence import Evidence
+from patchguard.experiments.paper import settled
+from patchguard.experiments.paper.settled import Sheet, among_best
+from patchguard.windows import Windows
+
+GRIDS = {
+    "square": (Windows.sliding(grid=(8, 8), size=(2, 2)), Windows.sliding(grid=(8, 8), size=(3, 4))),
+    "circle": (
+        Windows.sliding(grid=(1, 14), size=(1, 3), wrap=(False, True)),
+        Windows.sliding(grid=(1, 14), size=(1, 5), wrap=(False, True)),
+    ),
+}
+KINDS = {
+    "logits": Evidence(low=0.0),
+    "clipped logits": Evidence(low=0.0, high=1.5),
+    "signed logits": Evidence(low=None),
+    "confidence": Evidence(kind="confidence"),
+    "prediction": Evidence(kind="prediction"),
+    "logits that drift": Evidence(low=0.0, drift=0.01),
+    "large logits": Evidence(low=0.0, bits=8),  # masks may outweigh what fills a row: no short form of larger ones
+}
+
+
+def made(grid, kind, count=150):
+    """Random evidence whose true class is ahead by an amount that differs from image to image."""
+    generator = torch.Generator().manual_seed(len(kind))
+    targets = torch.randint(0, 5, (count,), generator=generator)
+    logits = 2 * torch.rand(count, 5, *grid, generator=generator) ** 4
+    ahead = torch.linspace(0, 1.5, count) if grid[0] > 1 else torch.linspace(0, 4, count)
+    logits[torch.arange(count), targets] += ahead.view(-1, 1, 1) * torch.rand(count, *grid, generator=generator)
+    if kind == "large logits":
+        logits *= 1500
+    return KINDS[kind](logits - (0.5 if kind == "signed logits" else 0.0)), targets
+
+
+def compare(defense, evidence, windows, targets, top_k=1):
+    """Assert that a sheet says what the defense says, and return how many images are proved."""
+    sheet = Sheet(evidence, targets)
+    answer = defense.predict(evidence)
+    right = answer.label == targets if top_k == 1 else among_best(answer.scores, targets, top_k)
+    assert torch.equal(sheet.right(defense, top_k), right)
+    proof = defense.certify(evidence, windows, targets, top_k)
+    assert torch.equal(sheet.proved(defense, windows, top_k), right & proof.certified)
+    return int((right & proof.certified).sum())
+
+
+@pytest.mark.parametrize("shape", GRIDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "signed logits"])
+@pytest.mark.parametrize("pair", ["own masks", "larger masks"])
+def test_robust_masking_is_settled_as_the_defense_certifies(shape, kind, pair):
+    small, large = GRIDS[shape]
+    evidence, targets = made(small.grid, kind)
+    masks = small if pair == "own masks" else large
+    proved = [compare(RobustMasking(masks=masks), evidence, small, targets, top_k) for top_k in (1, 3)]
+    assert 0 < proved[0] < len(targets)
+    assert proved[0] <= proved[1]
+
+
+def test_masks_smaller_than_the_windows_are_left_to_the_defense():
+    small, large = GRIDS["square"]
+    evidence, targets = made(small.grid, "clipped logits")
+    compare(RobustMasking(masks=small), evidence, large, targets)
+
+
+@pytest.mark.parametrize("shape", GRIDS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pair", ["own masks", "larger masks"])
+def test_double_masking_is_settled_as_the_defense_certifies(shape, kind, pair):
+    small, large = GRIDS[shape]
+    evidence, targets = made(small.grid, kind)
+    defense = DoubleMasking(masks=small if pair == "own masks" else large)
+    assert 0 < compare(defense, evidence, small, targets) < len(targets)
+
+
+def test_labels_of_double_masking_where_masks_disagree():
+    """Masks of all sizes on a small grid: majorities that stand, and such that one mask overrules, rightly and not."""
+    generator = torch.Generator().manual_seed(0)
+    for size in ((2, 2), (3, 2), (3, 3)):
+        defense = DoubleMasking(masks=Windows.sliding(grid=(4, 4), size=size))
+        logits = (
+            torch.randn(3000, 3, 4, 4, generator=generator).sign() * torch.rand(3000, 3, 4, 4, generator=generator) ** 3
+        )
+        evidence = Evidence(low=None, bits=4)(logits)
+        label = defense.predict(evidence).label
+        for target in range(3):
+            targets = torch.full((3000,), target)
+            assert torch.equal(Sheet(evidence, targets).right(defense), label == targets)
+
+
+def test_other_rules_are_asked_as_they_are():
+    windows = GRIDS["square"][0]
+    evidence, targets = made(windows.grid, "clipped logits")
+    assert 0 < compare(ClippedSum(), evidence, windows, targets) < len(targets)
+    assert 0 < compare(RobustMasking(masks=windows, threshold=0.2), evidence, windows, targets) < len(targets)
+
+
+@pytest.mark.parametrize("defense", [RobustMasking, DoubleMasking])
+def test_only_what_quick_bounds_leave_open_is_searched(defense, monkeypatch):
+    windows = GRIDS["square"][0]
+    evidence, targets = made(windows.grid, "logits")
+    searched = []
+
+    def heaviest(maps, masks, windows):
+        searched.append(len(maps))
+        return slow(maps, masks, windows)
+
+    slow = settled.heaviest
+    monkeypatch.setattr(settled, "heaviest", heaviest)
+    Sheet(evidence, targets).proved(defense(masks=windows), windows)
+    assert 0 < sum(searched) < len(targets)
+
+
+def test_a_tie_among_the_best_goes_to_the_smaller_class():
+    scores = torch.tensor([[1.0, 1.0, 0.0]]).double().expand(3, 3)
+    assert among_best(scores, torch.tensor([0, 1, 2]), 1).tolist() == [True, False, False]
+    assert among_best(scores, torch.tensor([0, 1, 2]), 2).tolist() == [True, True, False]

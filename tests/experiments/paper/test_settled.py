@@ -35,7 +35,7 @@ def made(grid, kind, count=150):
     ahead = torch.linspace(0, 1.5, count) if grid[0] > 1 else torch.linspace(0, 4, count)
     logits[torch.arange(count), targets] += ahead.view(-1, 1, 1) * torch.rand(count, *grid, generator=generator)
     if kind == "large logits":
-        logits *= 1500
+        logits *= 6000
     return KINDS[kind](logits - (0.5 if kind == "signed logits" else 0.0)), targets
 
 

@@ -202,6 +202,21 @@ def test_bounds_prove_what_the_defense_certifies(guard, windows, size):
         assert torch.equal(bounds.proved(threshold, right), right & proof.certified)
 
 
+def test_bounds_hold_where_a_rival_has_all_its_evidence_in_one_place(guard):
+    generator = torch.Generator().manual_seed(0)
+    maps, windows = made_maps(guard, count=400), Windows.sliding(grid=(7, 7), size=(2, 2))
+    logits = 0.4 * torch.rand(400, 4, 7, 7, generator=generator)
+    logits[:, 3, 2:4, 2:4] += 3 * torch.rand(400, 1, 1, generator=generator)
+    targets = maps.targets % 3
+    logits[torch.arange(400), targets] += 0.6 * torch.rand(400, 1, 1, generator=generator)
+    evidence = LOGITS(logits)
+    bounds = detection.Bounds.of(evidence, windows, targets)
+    for threshold in detection.THRESHOLDS:
+        proof = RobustMasking(masks=windows, threshold=threshold).certify(evidence, windows)
+        right = proof.label == targets
+        assert torch.equal(bounds.proved(threshold, right), right & proof.certified)
+
+
 def test_only_windows_that_quick_bounds_leave_open_are_searched(guard, monkeypatch):
     maps, windows = made_maps(guard), Windows.sliding(grid=(7, 7), size=(2, 2))
     bounds = detection.Bounds.of(LOGITS(torch.from_numpy(maps.local_logits).float()), windows, maps.targets)

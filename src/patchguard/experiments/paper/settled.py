@@ -86,10 +86,10 @@ class Sheet:
         if masks.count == 1 and not any(masks.wrap):
             chosen = [
                 self._withstands(masks, first_round, each, claim, majority[each])
-                for each, claim in zip(images.split(self._at_once), claims.split(self._at_once), strict=True)
+                for each, claim in zip(*(torch.split(these, self._at_once) for these in (images, claims)), strict=True)
             ]
             images = images[torch.cat(chosen)]
-        images = images.unique()
+        images = torch.unique(images)
         if len(images):
             right[images] = defense.predict(self.evidence[images]).label == self.targets[images]
         return right
@@ -185,7 +185,7 @@ class Sheet:
 
     def _in_parts(self, chosen: Bool[Tensor, " batch"]) -> tuple[Int64[Tensor, " some"], ...]:
         places = chosen.nonzero().squeeze(1)
-        return places.split(self._at_once) if len(places) else ()
+        return torch.split(places, self._at_once) if len(places) else ()
 
     @property
     def _at_once(self) -> int:

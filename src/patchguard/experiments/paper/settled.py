@@ -194,8 +194,8 @@ class Sheet:
 
 def shared(
     maps: Int64[Tensor, "some rows columns"], windows: Windows, region: Int64[Tensor, " some"]
-) -> tuple[Int64[Tensor, "some regions"], Bool[Tensor, "some regions"]]:
-    """Return, for one window per map, its sum over what every window shares with it, and whether that is anything.
+) -> tuple[Int64[Tensor, "some regions"], Int64[Tensor, "some regions"]]:
+    """Return, for one window per map, its sum over what every window shares with it, and how many cells that are.
 
     For single boxes on axes that do not wrap.
     """
@@ -203,13 +203,12 @@ def shared(
     mine, table = boxes[region].unsqueeze(1), integral_image(maps, (False, False))
     top, left = (torch.maximum(boxes[:, side], mine[..., side]) for side in (0, 2))
     bottom, right = (torch.minimum(boxes[:, side], mine[..., side]) for side in (1, 3))
-    meets = (top < bottom) & (left < right)
     bottom, right = torch.maximum(top, bottom), torch.maximum(left, right)
 
     def at(row: Tensor, column: Tensor) -> Tensor:
         return table.flatten(1).gather(1, row * table.shape[2] + column)
 
-    return at(bottom, right) - at(top, right) - at(bottom, left) + at(top, left), meets
+    return at(bottom, right) - at(top, right) - at(bottom, left) + at(top, left), (bottom - top) * (right - left)
 
 
 def among_best(scores: Tensor, targets: Int64[Tensor, " batch"], top_k: int) -> Bool[Tensor, " batch"]:

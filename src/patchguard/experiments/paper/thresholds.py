@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import final
 
 import torch
@@ -133,7 +134,7 @@ class Bounds:
         """t_k."""
         return self.total.unsqueeze(2) - self.inside
 
-    @property
+    @cached_property
     def mine(self) -> Int64[Tensor, "some regions"]:
         """t_y."""
         return select(self.rest, self.targets)
@@ -154,9 +155,10 @@ class Bounds:
         p, q = threshold.numerator, threshold.denominator
         if p == q:  # an attack that fills a window with unbounded evidence of a rival is never masked
             return torch.zeros_like(right)
-        # The short forms below are for boxes that cover only themselves, and for attacks that can pass any threshold.
+        # The short forms below are for boxes that cover only themselves, which an attack can fill past any threshold.
+        room = self.evidence.high * self.windows.largest_area
         short = self.windows.equal_boxes and not any(self.windows.wrap)
-        if not short or bool((p * self.total >= (q - p) * self.evidence.high).any()):
+        if not short or bool((p * self.total > (q - p) * room).any()):
             return Sheet(self.evidence, self.targets).proved(
                 RobustMasking(masks=self.windows, threshold=threshold), self.windows
             )
@@ -165,10 +167,10 @@ class Bounds:
     def _proved(self, p: int, q: int, right: Bool[Tensor, " some"]) -> Bool[Tensor, " some"]:
         """LB > UB_k in every window, in multiples of 1 / (q - p).
 
-        A mask that meets the window can always be made to pass T, another one passes by a_y(v) > T t_y alone. So
-        LB = t_y - heavy where heavy > T t_y; else t_y less the heaviest a_y(v) of masks that meet w. And UB_k is t_k
-        where detection is certain, max_v a_k(v) > T t_k / (1 - T), else t_k / (1 - T). What is not needed exactly is
-        bounded: 0 and heavy, and H_k less what k has in the window, and H_k.
+        LB is t_y - heavy where heavy > T t_y, since that mask passes T whatever the attack; elsewhere it lies between
+        t_y - heavy and t_y. UB_k is t_k where detection is certain, max_v a_k(v) > T t_k / (1 - T), else t_k / (1 - T);
+        that maximum lies between H_k less what k has in the window, and H_k. Masks are tried out only in windows that
+        this leaves open.
         """
         passes = q * self.heavy > p * self.mine
         most = (q - p) * (self.mine - torch.where(passes, self.heavy, 0))
@@ -185,11 +187,14 @@ class Bounds:
         for here in range(0, len(images), PAIRS):
             image, region = images[here : here + PAIRS], regions[here : here + PAIRS]
             label, rest = self.targets[image].unsqueeze(1), self.total[image] - self.inside[image, :, region]
-            hidden = torch.where(passes[image, region], self.heavy[image, region], self._meeting(image, region))
-            lower = (q - p) * (rest.gather(1, label).squeeze(1) - hidden)
-            certain = (q - p) * self._outside(image, region) > p * rest
-            upper = torch.where(certain, q - p, q) * rest
-            fails[image[lower <= upper.scatter(1, label, NOTHING).amax(1)]] = True
+            hidden = torch.where(passes[image, region], self.heavy[image, region], self._masked(image, region, p, q))
+            lower = (q - p) * (rest.gather(1, label) - hidden.unsqueeze(1))
+            ahead = lower > q * rest  # of class k, detected or not
+            only_if = ~ahead & (lower > (q - p) * rest) & maybe[image, :, region]  # only if it is detected for certain
+            pair, rival = only_if.scatter(1, label, False).nonzero().unbind(1)
+            heavy = self._outside(image[pair], rival, region[pair])
+            ahead[pair, rival] = (q - p) * heavy > p * rest[pair, rival]
+            fails[image[~ahead.scatter(1, label, True).all(1)]] = True
         return (right & ~failed & ~fails) | proved
 
     def _strongest(self, values: Int64[Tensor, "some classes regions"]) -> Int64[Tensor, "some regions"]:
@@ -197,17 +202,18 @@ class Bounds:
         own = self.targets.view(-1, 1, 1).expand(-1, 1, values.shape[2])
         return values.scatter(1, own, NOTHING).amax(1)
 
-    def _meeting(self, image: Int64[Tensor, " pairs"], region: Int64[Tensor, " pairs"]) -> Int64[Tensor, " pairs"]:
-        """The heaviest a_y(v) of the masks that share a cell with the window."""
+    def _masked(
+        self, image: Int64[Tensor, " pairs"], region: Int64[Tensor, " pairs"], p: int, q: int
+    ) -> Int64[Tensor, " pairs"]:
+        """The heaviest a_y(v) of the masks that an attack on the window can make pass T."""
         label = self.targets[image]
-        common, meets = shared(self.evidence.values[image, label], self.windows, region)
-        return torch.where(meets, self.inside[image, label] - common, 0).amax(1)
+        common, cells = shared(self.evidence.values[image, label], self.windows, region)
+        outside = self.inside[image, label] - common
+        rest = self.mine[image, region].unsqueeze(1)
+        passes = (q - p) * (outside + self.evidence.high * cells) > p * (rest - outside)
+        return torch.where(passes, outside, 0).amax(1)
 
-    def _outside(
-        self, image: Int64[Tensor, " pairs"], region: Int64[Tensor, " pairs"]
-    ) -> Int64[Tensor, "pairs classes"]:
-        """The heaviest a_k(v) of all masks, for every class."""
-        classes = self.total.shape[1]
-        values = self.evidence.values[image].flatten(0, 1)
-        common, _ = shared(values, self.windows, region.repeat_interleave(classes))
-        return (self.inside[image].flatten(0, 1) - common).amax(1).view(-1, classes)
+    def _outside(self, image: Tensor, rival: Tensor, region: Tensor) -> Int64[Tensor, " some"]:
+        """The heaviest a_k(v) of all masks."""
+        common, _ = shared(self.evidence.values[image, rival], self.windows, region)
+        return (self.inside[image, rival] - common).amax(1)

@@ -56,13 +56,9 @@ class EvidenceMap:
 
     def __getitem__(self, images: slice | Tensor) -> "EvidenceMap":
         """Return the evidence of some images."""
-        return replace(
-            self,
-            values=self.values[images],
-            lower=self.lower[images],
-            upper=self.upper[images],
-            finite=self.finite[images],
-        )
+        values = self.values[images]
+        lower, upper = (values if each is self.values else each[images] for each in (self.lower, self.upper))
+        return replace(self, values=values, lower=lower, upper=upper, finite=self.finite[images])
 
     def with_values(self, values: Int64[Tensor, "batch classes rows columns"]) -> "EvidenceMap":
         """Return a map of the same kind with other contents and no drift, e.g. after an attack."""

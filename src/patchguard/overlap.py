@@ -31,15 +31,18 @@ def _accelerated(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-def sums(values: Int64[Tensor, "*maps rows columns"], windows: Windows) -> Int64[Tensor, "*maps regions"]:
-    """Return, for each region w, the sum of `values` over w."""
+def sums(
+    values: Int64[Tensor, "*maps rows columns"], windows: Windows, table: Tensor | None = None
+) -> Int64[Tensor, "*maps regions"]:
+    """Return, for each region w, the sum of `values` over w; `table` is their `integral_image`, if it is at hand."""
     maps = values.reshape(-1, *values.shape[-2:])
     if windows.count > 1 or windows.regions * maps[0].numel() <= SMALL:
         return _over_cells(maps, _owned(windows, values.device)).view(*values.shape[:-2], -1)
     if windows.pairs is None and _accelerated(values.device):
         rows, columns = _indicators(windows, values.device)
         return (rows @ (maps.double() @ columns)).long().reshape(*values.shape[:-2], -1)
-    table = integral_image(maps, windows.wrap)
+    if table is None:
+        table = integral_image(maps, windows.wrap)
     if windows.pairs is None:
         (top, bottom), (left, right) = _edges(windows, values.device)
         bands = take(table, 1, bottom) - take(table, 1, top)

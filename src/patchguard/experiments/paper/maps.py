@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 1
 CHECKED = 256  # images whose logits are kept in float32, too
-ELEMENTS = {"cpu": 2**20, "cuda": 2**26}  # logits handled at once
+ELEMENTS = {"cpu": 2**22, "cuda": 2**26}  # logits handled at once
 
 Batches = Iterator[tuple[Float[Tensor, "some classes rows columns"], Int64[Tensor, " some"]]]
 Space = Literal["source", "input"]

@@ -5,6 +5,7 @@ that quick bounds leave open. Every answer is the defense's own; the tests compa
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -20,7 +21,7 @@ from patchguard.overlap import best_cover, heaviest, sums
 from patchguard.product import NOTHING
 from patchguard.windows import Windows
 
-MAPS = {"cpu": 64, "cuda": 4096}  # maps whose pairs of windows are searched together
+MAPS = {"cpu": 256, "cuda": 4096}  # maps whose pairs of windows are searched together
 
 
 @final
@@ -30,6 +31,7 @@ class Sheet:
 
     evidence: EvidenceMap
     targets: Int64[Tensor, " batch"]
+    _tables: dict[tuple[bool, bool], Tensor] = field(default_factory=dict, repr=False)
     _sums: dict[Windows, Tensor] = field(default_factory=dict, repr=False)
     _right: dict[tuple[Defense[Any], int], Tensor] = field(default_factory=dict, repr=False)
 
@@ -174,13 +176,15 @@ class Sheet:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def _total(self) -> Int64[Tensor, "batch classes"]:
         return self.evidence.values.sum((2, 3))
 
     def _over(self, windows: Windows) -> Int64[Tensor, "batch classes regions"]:
         if windows not in self._sums:
-            self._sums[windows] = sums(self.evidence.values, windows)
+            if windows.wrap not in self._tables:
+                self._tables[windows.wrap] = integral_image(self.evidence.values.flatten(0, 1), windows.wrap)
+            self._sums[windows] = sums(self.evidence.values, windows, self._tables[windows.wrap])
         return self._sums[windows]
 
     def _in_parts(self, chosen: Bool[Tensor, " batch"]) -> tuple[Int64[Tensor, " some"], ...]:

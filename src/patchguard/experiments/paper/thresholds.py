@@ -31,7 +31,7 @@ from patchguard.overlap import heaviest, sums
 from patchguard.product import NOTHING
 from patchguard.windows import Windows
 
-PAIRS = 64  # of images and windows that are searched together
+PAIRS = 256  # of images and windows that are searched together
 THRESHOLDS = tuple(Fraction(step, 5) for step in range(6))
 COLUMNS = ("clean", "provable", "detection FP", "detection FP, any class", "provable by the published bound (unsound)")
 COUNTED = (

@@ -297,6 +297,20 @@ def test_one_image_of_a_run_is_attacked_under_the_masks_of_the_run(run, tmp_path
     assert {**alone, "index": 8} == records(tmp_path / "all")["dark/large.png"]
 
 
+def test_in_network_pixels_the_resized_image_is_attacked(run, tmp_path):
+    root = brightness.draw(tmp_path / "sizes", 2)
+    Image.new("RGB", (48, 48), (120, 120, 120)).save(root / "dark" / "large.png")
+    resized = replace(brightness.brightness_guard(), preprocess=Preprocess((Resize(height=12, width=12),)))
+    zoo.save(resized, tmp_path / "resized.safetensors")
+    words = ("--model", tmp_path / "resized.safetensors", "--data", root, "--patch", "4", "--patch-space", "input")
+    shown = run(*words, "--attack", "noise", "--out", tmp_path / "run")
+    assert shown.exit_code == 0, shown.output
+    assert "a patch of 4x4 network pixels" in shown.stdout.replace("\n", " ")
+    large = records(tmp_path / "run")["dark/large.png"]
+    assert all(top <= 8 and left <= 8 for top, left in large["places"])
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["settings"]["patch_space"] == "input"
+
+
 # -- nothing lost ------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 import patchguard
 from patchguard import verify, zoo
 from patchguard.cli import app
+from patchguard.data.preprocess import Preprocess, Resize
 from patchguard.experiments.records import Folder
 from patchguard.guard import Guard
 from patchguard.patch import Patch
@@ -220,6 +222,12 @@ MISTAKES = {
     "no batch": (("--batch-size", "0"), "`--batch-size` must be a whole number"),
     "no such device": (("--device", "abacus"), "`device` must be auto"),
     "certificates of a median": (("--defense", "Median", "--certificates", "{empty}"), "`--certificates` needs one of"),
+    "a space of no kind": (("--patch-space", "pixels"), "`--patch-space` must be source or input; got 'pixels'"),
+    "network pixels, no patch": (("--patch-space", "input"), "`--patch-space input` needs --patch"),
+    "certificates of network pixels": (
+        ("--patch-space", "input", "--patch", "2", "--certificates", "{empty}"),
+        "`--certificates` are about source images",
+    ),
     "an unknown model": (("--model", "cifar11"), "neither a file nor a known name"),
     "other classes": (("--data", "{others}"), "must be the model's (apple, bread, cheese); got dog"),
 }
@@ -240,6 +248,32 @@ def test_a_mistake_is_one_clear_line_and_nothing_is_written(model, labelled, tmp
     assert len(shown.stderr.strip().splitlines()) == 1
     assert shown.stdout == ""
     assert not out.exists()
+
+
+def test_in_network_pixels_the_patch_lies_on_the_resized_image(model, tmp_path):
+    plain = zoo.load_guard(model)
+    resize = Preprocess((Resize(height=16, width=16),))
+    zoo.save(replace(plain, preprocess=resize), tmp_path / "resized.safetensors")
+    draw(tmp_path / "photos", 3, side=40)
+    draw(tmp_path / "photos", 2, side=24, seed=4, first=3)
+    usual = ["--model", str(tmp_path / "resized.safetensors"), "--data", str(tmp_path / "photos"), "--patch", "2"]
+    shown = CliRunner().invoke(app, ["certify", *usual, "--patch-space", "input", "--out", str(tmp_path / "input")])
+    assert shown.exit_code == 0, shown.output
+    assert "patches in network pixels" in shown.stdout
+    assert "side of a square patch, network pixels" in (tmp_path / "input" / "report.html").read_text()
+    found = list(Folder(tmp_path / "input").records())
+    assert len(found) == 5
+    for record in found:
+        pixels = torch.from_numpy(np.array(Image.open(tmp_path / "photos" / record["name"]))).permute(2, 0, 1)[None]
+        seen = (resize(pixels.float() / 255) * 255).round() / 255
+        proof = plain.certify(seen, Patch(2))
+        entry = record["patches"]["2x2"]
+        assert entry["label"] == proof.label.item()
+        assert entry["margin"] == pytest.approx(proof.margin.item(), abs=1e-3)
+        assert entry["masks"] == "own"
+        assert max(entry["box"][0], entry["box"][1]) <= 14  # a place in the resized image
+    again = CliRunner().invoke(app, ["certify", *usual, "--out", str(tmp_path / "input")])
+    assert "other settings: patch_space input, not source" in again.stderr
 
 
 def test_images_smaller_than_the_patch_are_recorded_and_do_not_stop_the_run(run, labelled, tmp_path):

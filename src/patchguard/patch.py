@@ -3,9 +3,11 @@
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import final
+from typing import Literal, TypeAlias, final
 
 from patchguard.errors import InputError
+
+Space: TypeAlias = Literal["source", "input"]  # where a patch lies: in the image as it came, or as the network sees it
 
 
 @final

@@ -11,7 +11,7 @@ from patchguard.evidence import Evidence
 from patchguard.guard import Guard
 from patchguard.models import build
 from patchguard.models.base import CIFAR10_MEAN, CIFAR10_STD
-from patchguard.patch import Patch
+from patchguard.patch import Patch, Space
 from patchguard.windows import Windows
 
 LOGITS = Evidence(kind="logits", low=0.0)
@@ -33,7 +33,7 @@ class Preset:
     model: str
     patch: Patch
     size: tuple[int, int]
-    patch_space: Literal["source", "input"] = "source"
+    patch_space: Space = "source"
     settings: Mapping[str, Any] = field(default_factory=dict)
     preprocess: Preprocess = AS_IT_IS
     evidence: Evidence = LOGITS

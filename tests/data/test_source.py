@@ -11,6 +11,7 @@ from conftest import Write
 from patchguard.data.classes import IMAGENETTE, IMAGENETTE_BY_WORDNET
 from patchguard.data.decode import Unreadable
 from patchguard.data.draw import spread
+from patchguard.data.preprocess import CenterCrop, Preprocess, Resize
 from patchguard.data.source import open_source
 from patchguard.errors import InputError
 
@@ -135,6 +136,18 @@ def test_an_unreadable_image_is_named_as_in_the_source(write: Write) -> None:
     (root / "a" / "1.png").write_bytes(b"")
     with pytest.raises(Unreadable, match=r"^a/1.png is empty.$"):
         open_source(root).read(0)
+
+
+def test_prepared_images_are_resized_and_rounded_and_one_that_is_too_small_is_named(write: Write) -> None:
+    source = open_source(write("a.png", "b.png"))
+    prepared = pickle.loads(
+        pickle.dumps(source.prepared(Preprocess((Resize(height=6, width=4), CenterCrop(height=4, width=4)))))
+    )
+    pixels = Resize(height=6, width=4)(source.read(1)[None].float() / 255)[0, :, 1:5]
+    assert torch.equal(prepared.read(1), (pixels * 255).round().to(torch.uint8))
+    assert prepared.names == source.names
+    with pytest.raises(Unreadable, match=r"^b\.png cannot be prepared: images must be at least 60 x 60"):
+        source.prepared(Preprocess((CenterCrop(height=60, width=60),))).read(1)
 
 
 def test_a_source_survives_pickling_and_limiting(write: Write) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchguard.commands.certify import DEFENSES, EVIDENCE, percent, plain
+from patchguard.commands.certify import DEFENSES, EVIDENCE, SPACE, percent, plain
 from patchguard.commands.common import screen, shown
 from patchguard.commands.data import Root
 from patchguard.commands.progress import shown_progress
@@ -37,6 +37,7 @@ def attack(
         str,
         typer.Option(help="5, 24x88 or 2%. Default: what the model was trained against.", show_default=False),
     ] = "",
+    patch_space: Annotated[str, typer.Option(help=SPACE)] = "source",
     attack: Annotated[
         str, typer.Option(help="adaptive, patch_pgd, universal_patch, noise, colours or copy.")
     ] = "adaptive",
@@ -99,6 +100,7 @@ def attack(
         defense=defense,
         evidence=evidence,
         threshold=threshold,
+        patch_space=patch_space,
         curve=False,
         alerts=True,
     )
@@ -109,6 +111,7 @@ def attack(
         "data": data,
         "root": root,
         "patch": job.patches[0].key,
+        "patch_space": "" if patch_space == "source" else patch_space,
         "attack": attack,
         "budget": budget,
         "steps": steps,
@@ -239,7 +242,8 @@ def _show(outcome: "Outcome", trial: "Trial", folder: Path, as_json: bool) -> No
         settings, seconds = summary["settings"], summary["seconds"]
         output.print(
             f"{shown(settings['model'])} on {shown(settings['data'])}: {summary['images']:,} images, "
-            f"{settings['defense']}, {settings['attack']} with a patch of {settings['patches'][0]}",
+            f"{settings['defense']}, {settings['attack']} with a patch of {settings['patches'][0]}"
+            + (" network pixels" if settings["patch_space"] == "input" else ""),
             soft_wrap=True,
         )
         output.print(table(summary))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from patchguard.experiments.metrics import Tally
 
 DEFENSES = "RobustMasking, DoubleMasking, ClippedSum, MajorityVote, CellMasking, Median, TrimmedMean or Undefended"
+SPACE = "Where the patch lies: in the source image, or in the network's input, after resize and crop."
 EVIDENCE = "logits, confidence, vote, prediction or tanh"
 
 
@@ -34,6 +35,7 @@ def certify(
             help="5, 24x88 or 2%; may be repeated. Default: what the model was trained against.", show_default=False
         ),
     ] = None,
+    patch_space: Annotated[str, typer.Option(help=SPACE)] = "source",
     defense: Annotated[str, typer.Option(help=f"Aggregate by another rule: {DEFENSES}.")] = "",
     evidence: Annotated[str, typer.Option(help=f"Make another kind of evidence: {EVIDENCE}.")] = "",
     threshold: Annotated[str, typer.Option(help="Detection threshold T of RobustMasking, such as 0.2 or 1/5.")] = "",
@@ -69,6 +71,7 @@ def certify(
         defense=defense,
         evidence=evidence,
         threshold=threshold,
+        patch_space=patch_space,
         top_k=top_k,
         certificates=certificates,
     )
@@ -125,6 +128,8 @@ def _show(outcome: "Outcome", folder: Path, as_json: bool) -> None:
         + (f", label among the best {settings['top_k']}" if settings["top_k"] > 1 else ""),
         soft_wrap=True,
     )
+    if settings["patch_space"] == "input":
+        output.print("patches in network pixels, placed after resizing and cropping", soft_wrap=True)
     output.print(table(summary))
     if summary["errors"]:
         output.print(f"images without an answer: {summary['errors']:,}; the records say why", soft_wrap=True)

@@ -2,7 +2,7 @@
 
 import glob
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import final
@@ -17,6 +17,7 @@ from patchguard.data.classes import CIFAR10
 from patchguard.data.decode import Unreadable, decode
 from patchguard.data.draw import spread
 from patchguard.data.folder import Listing
+from patchguard.data.preprocess import Preprocess
 from patchguard.errors import InputError, nearest
 
 
@@ -65,6 +66,10 @@ class Source:
         if count < 1:
             raise InputError(f"`limit` must be a whole number, 1 or more; got {count}.")
         return self if count >= len(self) else self.subset(spread(count, len(self), seed))
+
+    def prepared(self, preprocess: Preprocess) -> "Source":
+        """Return the images as `preprocess` leaves them, rounded to 8 bits."""
+        return replace(self, read=partial(_read_prepared, self.read, self.names, preprocess))
 
 
 def open_source(what: str | Path, root: str | Path | None = None) -> Source:
@@ -152,6 +157,17 @@ def _state_at(state: Callable[[int], str], places: tuple[int, ...], place: int) 
 
 def _read_row(images: UInt8[Tensor, "count 3 height width"], place: int) -> UInt8[Tensor, "3 height width"]:
     return images[place]
+
+
+def _read_prepared(
+    read: Callable[[int], Tensor], names: tuple[str, ...], preprocess: Preprocess, place: int
+) -> UInt8[Tensor, "3 height width"]:
+    image = read(place)
+    try:
+        pixels = preprocess(image[None].float() / 255)[0]
+    except InputError as error:
+        raise Unreadable(names[place], f"cannot be prepared: {str(error).rstrip('.')}") from None
+    return (pixels * 255).round().to(torch.uint8)
 
 
 def _read_at(read: Callable[[int], Tensor], places: tuple[int, ...], place: int) -> UInt8[Tensor, "3 height width"]:

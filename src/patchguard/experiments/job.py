@@ -25,6 +25,7 @@ from patchguard.errors import InputError, nearest
 from patchguard.evidence import Evidence, Kind
 from patchguard.experiments.plan import Plan, WrittenPatch, curve_sides, make_plan
 from patchguard.guard import Guard
+from patchguard.patch import Space
 from patchguard.windows import Windows
 
 LOOKED_AT = 8  # images that are decoded to learn a usual size
@@ -46,6 +47,7 @@ class Job:
     digest: str
     data: str
     certificates: Path | None
+    patch_space: Space = "source"  # "input": images are resized and cropped first, and `source` holds the results
     fitted: str | None = None  # to which patch in which size another defense was fitted; None keeps the model's masks
 
     @property
@@ -64,6 +66,7 @@ class Job:
             "data_digest": _digest(self.source),
             "images": len(self.source),
             "patches": [written.key for written in self.patches],
+            "patch_space": self.patch_space,
             "defense": type(self.guard.defense).__name__,
             "evidence": config.evidence_to_json(self.guard.evidence),
             "threshold": None if threshold is None else str(threshold),
@@ -91,17 +94,28 @@ def prepare(
     threshold: str = "",
     top_k: int = 1,
     certificates: Path | None = None,
+    patch_space: str = "source",
     curve: bool = True,
     alerts: bool = False,
 ) -> Job:
     """Load the model, and check that it, the images, the patches and the defense fit together.
 
-    `data` is what the user calls the images; `curve` is whether other sizes of the patch are certified, too, and
-    `alerts` whether a defense will do that promises the label or an alert.
+    `data` is what the user calls the images. `patch_space` is where patches lie: in the "source" images, or in the
+    network's "input", that is, images are resized and cropped first, rounded to 8 bits, and then taken for the source.
+    `curve` is whether other sizes of the patch are certified, too, and `alerts` whether a defense will do that promises
+    the label or an alert.
     """
     written = _distinct(patches)
+    if patch_space not in get_args(Space):
+        raise InputError(f"`--patch-space` must be {' or '.join(get_args(Space))}; got {patch_space!r}.")
+    space: Space = "input" if patch_space == "input" else "source"
+    if space == "input" and not written:
+        raise InputError("`--patch-space input` needs --patch: the model's own is one in source pixels.")
     loaded = zoo.load_guard(model)
+    digest = zoo.digest(loaded)
     source = matched(source, loaded)
+    if space == "input":
+        source, loaded = source.prepared(loaded.preprocess), loaded.without_preprocess()
     size = usual_size(source)
     written = written or (default_patch(zoo.recipe(model), size),)
     asked = [each.at(*size) for each in written]
@@ -115,9 +129,10 @@ def prepare(
         curve=curve_sides(max(asked, key=lambda patch: patch.area), size) if curve else (),
         top_k=top_k,
         model=Path(model).stem,
-        digest=zoo.digest(loaded),
+        digest=digest,
         data=Path(data).name if Path(data).is_absolute() else data,
         certificates=certificates,
+        patch_space=space,
         fitted=f"{asked[0].height}x{asked[0].width} in {size[0]}x{size[1]}" if defense else None,
     )
     job.plan(size)  # raises here, before anything is written, where nothing could be certified
@@ -127,6 +142,8 @@ def prepare(
 
 
 def _check_certificates(job: Job) -> None:
+    if job.patch_space != "source":
+        raise InputError("`--certificates` are about source images. Leave it out, or --patch-space input.")
     if not isinstance(job.guard.defense, certificate_file.RULES) or job.top_k != 1:
         known = ", ".join(kind.__name__ for kind in certificate_file.RULES)
         raise InputError(

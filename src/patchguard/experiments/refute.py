@@ -81,8 +81,8 @@ class Trial:
         return shlex.join([*self.command, "--only", str(self.number(place))])
 
     def seeing(self, file: str) -> str | None:
-        """Return the command that shows the label of a saved image; None where `predict` would follow another rule."""
-        if {"--defense", "--evidence", "--threshold"} & set(self.command):
+        """Return the command that shows the label of a saved image; None where `predict` would do otherwise."""
+        if {"--defense", "--evidence", "--threshold", "--patch-space"} & set(self.command):
             return None
         return shlex.join(["patchguard", "predict", file, "--model", self.model])
 

@@ -79,18 +79,15 @@ def open_images(
     numbers = list(range(len(source))) if limit is None else spread(min(limit, len(source)), len(source), seed)
     prepare = None if data in SMALL else guard.preprocess if guard.preprocess.steps else PHOTO
     images, kept = [], []
-    for number, image in zip(numbers, decoded(source.subset(numbers)), strict=True):
+    chosen = source.subset(numbers) if prepare is None else source.subset(numbers).prepared(prepare)
+    for number, image in zip(numbers, decoded(chosen), strict=True):
         if isinstance(image, Unreadable):
             continue
         kept.append(number)
-        images.append(image if prepare is None else _prepared(prepare, image))
+        images.append(image)
     if not kept:
         raise InputError(f"none of the {len(numbers)} images of `data` can be read. Check the files.")
     assert source.targets is not None
     targets = torch.tensor([source.targets[number] for number in kept])
     taken = guard if prepare is None else replace(guard, preprocess=Preprocess())
     return taken, StudyImages(torch.stack(images), targets, tuple(kept))
-
-
-def _prepared(prepare: Preprocess, image: UInt8[Tensor, "3 _ _"]) -> UInt8[Tensor, "3 height width"]:
-    return (prepare(image[None].float() / 255)[0] * 255).round().to(torch.uint8)

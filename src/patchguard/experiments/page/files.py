@@ -186,6 +186,11 @@ class Run:
         return self.patches[self.patch].main
 
     @property
+    def pixels(self) -> str:
+        """What patches are measured in."""
+        return "network pixels" if self.settings.get("patch_space") == "input" else "source pixels"
+
+    @property
     def measure(self) -> str:
         """What the main number is called."""
         return "certified accuracy" if self.labelled else "labels proved"

@@ -45,10 +45,17 @@ NOT_PROVED = (
 )
 
 
+PLACED = {
+    "source pixels": "The patch is measured in the pixels of the image as it came, before any resizing or cropping.",
+    "network pixels": "The patch is placed after resizing and cropping, as in the paper's tables. In the image as it "
+    "came, one of the same number of pixels, or of the same share, may reach more; nothing is proved about that.",
+}
+
+
 def proof(run: Run) -> Markup:
     """Return what the numbers prove, and what they do not."""
     sizes = " or ".join(
-        f"{size(patch)}{' of its area' if patch.endswith('%') else ' source pixels'}" for patch in run.patches
+        f"{size(patch)}{' of its area' if patch.endswith('%') else ' ' + run.pixels}" for patch in run.patches
     )
     evidence = run.settings.get("evidence")
     drift = evidence.get("drift", 0) if isinstance(evidence, Mapping) else 0
@@ -56,7 +63,7 @@ def proof(run: Run) -> Markup:
         f"For each certified image: no single rectangle of {sizes}, wherever in the picture it lies and whatever it "
         f"shows, can {harm(run)}. This is a theorem about the computation, not the outcome of attacks that were tried.",
         "A smaller patch lies inside a larger one, so the same image is safe from smaller patches, too.",
-        "The patch is measured in the pixels of the image as it came, before any resizing or cropping.",
+        PLACED[run.pixels],
     ]
     no = [*NOT_PROVED]
     no.insert(1, ("Not that a label is right.", LABEL_STAYS + (COUNTED if run.labelled else NOT_COUNTED)))

@@ -159,7 +159,8 @@ def curve(run: Run) -> Markup | None:
         return None
     level = Line("undefended network, without an attack", {0: run.undefended}, 3) if run.undefended else None
     about = f"{run.measure.capitalize()} against the side of a square patch; the same numbers are in the table below."
-    drawn = line_chart(lines, about=about, x_title="side of a square patch, source pixels", level=level, bands=True)
+    x_title = f"side of a square patch, {run.pixels}"
+    drawn = line_chart(lines, about=about, x_title=x_title, level=level, bands=True)
     entries = [(line.name, line_swatch(line)) for line in lines]
     if level is not None:
         entries.append((level.name, line_swatch(level, marked=False)))

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from torch import Tensor
 from patchguard.data.draw import spread
 from patchguard.errors import InputError
 from patchguard.guard import Guard
-from patchguard.patch import Patch
+from patchguard.patch import Patch, Space
 from patchguard.windows import Windows
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,6 @@ CHECKED = 256  # images whose logits are kept in float32, too
 ELEMENTS = {"cpu": 2**22, "cuda": 2**26}  # logits handled at once
 
 Batches = Iterator[tuple[Float[Tensor, "some classes rows columns"], Int64[Tensor, " some"]]]
-Space = Literal["source", "input"]
 
 
 @final

@@ -89,23 +89,34 @@ def section(run: dict[str, Any], name: str, runs: Path) -> Iterator[str]:
 
 
 def remarks(table: dict[str, Any]) -> Iterator[str]:
-    """Yield each remark once, with the rows it is about and their largest gap to the paper."""
+    """Yield each remark once, with the rows it is about and their largest gap to the paper, and the reason for it."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in table["rows"]:
-        groups.setdefault(row["note"], []).append(row)
+        groups.setdefault("; ".join(part for part in (row["note"], row["reason"]) if part), []).append(row)
     lines = []
-    for note, rows in groups.items():
-        gaps = [gap for row in rows for gap in differences(row)]
-        widest = max(gaps, key=abs, default=0.0)
+    for said, rows in groups.items():
+        widest = max((gap for row in rows for gap in differences(table, row)), key=abs, default=0.0)
         far = f" (up to {widest:+.1f} points from the paper)" if abs(widest) > LARGE else ""
-        if note:
-            lines.append(f"- {', '.join(row['label'] for row in rows)}{far}: {note}\n")
+        if said:
+            lines.append(f"- {', '.join(row['label'] for row in rows)}{far}: {said}\n")
     if lines:
         yield "\n" + "".join(lines)
 
 
-def differences(row: dict[str, Any]) -> list[float]:
-    """Return ours minus the paper's, where there are both."""
+def unexplained(run: dict[str, Any]) -> list[str]:
+    """Return the rows that differ by more than `LARGE` points from the paper's and give no reason."""
+    return [
+        f"{table['title']}: {row['label']}"
+        for table in run["tables"]
+        for row in table["rows"]
+        if not row["reason"] and any(abs(gap) > LARGE for gap in differences(table, row))
+    ]
+
+
+def differences(table: dict[str, Any], row: dict[str, Any]) -> list[float]:
+    """Return ours minus the paper's in percentage points, where there are both."""
+    if table["unit"] != "%":
+        return []
     pairs = zip(row["ours"], row["published"] or [], strict=False)
     numbers = [(percent(mine), paper) for mine, paper in pairs]
     return [mine - paper for mine, paper in numbers if mine is not None and paper is not None]

@@ -55,6 +55,8 @@ def reproduce(
         raise InputError("`name` must be an experiment or all. `patchguard reproduce --list` shows them.")
     if limit is not None and limit < 1:
         raise InputError(f"`--limit` must be a whole number, 1 or more; got {limit}.")
+    if batch_size is not None and batch_size < 1:
+        raise InputError(f"`--batch-size` must be a whole number, 1 or more; got {batch_size}.")
     from patchguard import runtime
     from patchguard.experiments.paper.outcome import chosen, run_all, to_json
 
@@ -76,6 +78,10 @@ def reproduce(
         typer.echo(json.dumps([to_json(outcome, context) for outcome in found], indent=1))
     if all(outcome.result is None for outcome in found):
         raise InputError(f"nothing was run: {found[0].skipped}")
+    failed = [outcome for outcome in found if outcome.failed]
+    if failed:
+        names = ", ".join(outcome.name for outcome in failed)
+        raise InputError(f"not everything was run ({names}): {failed[0].skipped}")
 
 
 def _list(as_json: bool) -> None:
@@ -97,13 +103,13 @@ def _list(as_json: bool) -> None:
 
 
 def _progress() -> "Progress":
-    """Return what says, on stderr and not too often, how many maps are computed."""
+    """Return what says, on stderr and not too often, how much is computed."""
     last = [0.0]
 
     def tell(what: str, done: int, of: int) -> None:
         if done == of or time.monotonic() - last[0] >= SECONDS_BETWEEN_LINES:
             last[0] = time.monotonic()
-            sys.stderr.write(f"{what}: maps of {done:,} of {of:,} images\n")
+            sys.stderr.write(f"{what}: {done:,}{f' of {of:,}' if of else ''}\n")
             sys.stderr.flush()
 
     return tell
@@ -139,8 +145,8 @@ def _show_table(table: "Table") -> None:
             for mine, paper in zip(row.ours, theirs, strict=True)
         ]
         rows.add_row(shown(row.label), *cells)
-        if row.note:
-            notes.setdefault(row.note, []).append(row.label)
+        if row.said:
+            notes.setdefault(row.said, []).append(row.label)
     output.print(rows)
     for note, labels in notes.items():
         output.print(f"  {shown(', '.join(labels))}: {shown(note)}", soft_wrap=True, highlight=False)

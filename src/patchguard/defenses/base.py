@@ -57,13 +57,18 @@ class Defense(ABC, Generic[Proof]):
                     f"evidence must be finite to be certified; image {bad} of the batch holds NaN or infinity. "
                     "Nothing was certified; `predict` still answers."
                 )
-            self._check_windows(part, windows, top_k)
-            self.check(part, windows)
+            self.check_question(part, windows, top_k)
             here = slice(first, first + len(part))
             chosen = self._label(part) if chosen_labels is None else chosen_labels[here].to(part.values.device)
             answers.append(self._certify(part, windows, chosen, top_k))
             first += len(part)
         return concatenate(answers)
+
+    def check_question(self, evidence: EvidenceMap, windows: Windows, top_k: int) -> None:
+        """Raise where `certify` would refuse such a question, whatever the evidence says."""
+        self._admit(evidence)
+        self._check_windows(evidence, windows, top_k)
+        self.check(evidence, windows)
 
     def check(self, evidence: EvidenceMap, windows: Windows) -> None:
         """Raise where this defense cannot certify anything for such evidence and windows."""

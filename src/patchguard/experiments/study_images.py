@@ -21,7 +21,8 @@ from patchguard.guard import Guard
 from patchguard.training import pretrained
 
 SMALL = ("cifar10", "sample")  # as they are; photos are resized and cropped, and the patch lies on the result
-PHOTO = Preprocess((Resize(shorter=256), CenterCrop(height=224, width=224)))
+# A photo of 224 x 224 pixels, as ImageNette's often are, stays as it is.
+PHOTO = Preprocess((Resize(shorter=224), CenterCrop(height=224, width=224)))
 FROM_WEIGHTS = ("imagenette_resnet50", "imagenet_resnet50")
 
 
@@ -66,18 +67,25 @@ def open_model(name: str, weights: str | Path | None) -> Guard[Any]:
 
 
 def open_images(
-    guard: Guard[Any], data: str, root: str | Path | None = None, *, limit: int | None = None, seed: int = 0
+    guard: Guard[Any],
+    data: str,
+    root: str | Path | None = None,
+    *,
+    limit: int | None = None,
+    seed: int = 0,
+    photo: Preprocess = PHOTO,
 ) -> tuple[Guard[Any], StudyImages]:
     """Return the test images of a set and the Guard that takes them as they come: photos at the network's own size.
 
-    `limit` takes so many, evenly spread and drawn with `seed`. Images that cannot be read are left out.
+    `limit` takes so many, evenly spread and drawn with `seed`. Images that cannot be read are left out. `photo` is how
+    photos are prepared for a network that has no way of its own.
     """
     source = open_source(data, root)
     if source.targets is None:
         raise InputError(f"`data` must have classes to be right or wrong about; {data} has none.")
     source = matched(source, guard)
     numbers = list(range(len(source))) if limit is None else spread(min(limit, len(source)), len(source), seed)
-    prepare = None if data in SMALL else guard.preprocess if guard.preprocess.steps else PHOTO
+    prepare = None if data in SMALL else guard.preprocess if guard.preprocess.steps else photo
     images, kept = [], []
     chosen = source.subset(numbers) if prepare is None else source.subset(numbers).prepared(prepare)
     for number, image in zip(numbers, decoded(chosen), strict=True):

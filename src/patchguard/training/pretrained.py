@@ -93,7 +93,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--stride-on", choices=("1x1", "3x3"), default="1x1", help="Keras: 1x1; torchvision: 3x3")
     given = parser.parse_args(arguments)
     try:
-        zoo.save(imagenette_resnet50(given.resnet50, stride_on=given.stride_on), given.out, half=True)
+        made = imagenette_resnet50(given.resnet50, stride_on=given.stride_on)
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        zoo.save(made, given.out, half=True)
     except InputError as error:
         sys.exit(str(error))
 

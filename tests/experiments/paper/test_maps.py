@@ -12,6 +12,7 @@ from reproduction import IMAGES, pixels, put, thin_guard
 from patchguard.data.preprocess import Preprocess, Resize
 from patchguard.data.source import Source
 from patchguard.errors import InputError
+from patchguard.experiments.paper import maps as maps_on_disk
 from patchguard.experiments.paper import models
 from patchguard.experiments.paper.context import Context
 from patchguard.experiments.paper.experiment import Missing
@@ -100,6 +101,21 @@ def test_a_run_that_dies_leaves_nothing_behind(context, monkeypatch):
     assert len(context.maps("cifar10_mask_srf", "cifar10")) == IMAGES
 
 
+def test_what_a_killed_process_of_the_same_number_left_is_no_hindrance(context, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(maps_on_disk.shutil, "rmtree", lambda *words, **more: None)
+        patched.setattr(maps_on_disk.os, "replace", _killed)
+        with pytest.raises(KeyboardInterrupt):
+            context.maps("cifar10_mask_srf", "cifar10")
+    assert list((context.cache / "maps").glob(".*.draft"))
+    assert len(context.maps("cifar10_mask_srf", "cifar10"))
+    assert not list((context.cache / "maps").glob(".*.draft"))
+
+
+def _killed(*words):
+    raise KeyboardInterrupt
+
+
 def test_images_that_cannot_be_read_are_left_out(context, source, monkeypatch):
     from patchguard.data.decode import Unreadable
 
@@ -126,10 +142,15 @@ def test_rounding_is_measured_where_it_happens(maps):
 
 
 def test_a_missing_model_says_the_command(context):
-    with pytest.raises(
-        Missing, match=r"no trained cifar10_mask_bn17 here. patchguard train --recipe cifar10_mask_bn17"
-    ):
+    with pytest.raises(Missing, match=r"no trained cifar10_mask_bn17 here. patchguard train --recipe cifar10_") as it:
         context.maps(models.bagnet("cifar10").names, "cifar10")
+    # What it begins with comes first, and the last command finds it where the first one leaves it.
+    *first, last = str(it.value).split("; ")
+    assert len({*first, last}) == len(first) + 1 == 3
+    before = context.cache / "models" / "cifar10_mask_bn17_provable"
+    assert f"--recipe cifar10_mask_bn17_provable --out {before}" in first[-1]
+    assert f"--recipe cifar10_mask_bn17 --out {context.cache / 'models' / 'cifar10_mask_bn17'}" in last
+    assert f"--set initial={before / before.name}.safetensors" in last
     with pytest.raises(Missing, match=r"patchguard[.]training[.]pretrained"):
         context.maps("imagenette_resnet50", "cifar10")
 

@@ -9,6 +9,8 @@ from reproduction import IMAGES
 from typer.testing import CliRunner
 
 from patchguard.cli import app
+from patchguard.commands.reproduce import _progress
+from patchguard.errors import InputError
 from patchguard.experiments.paper import EXPERIMENTS, outcome
 from patchguard.experiments.paper.context import Context
 from patchguard.experiments.paper.experiment import Experiment, Missing, Result, Row, Table
@@ -52,7 +54,12 @@ def test_the_list_does_not_wait_for_torch():
         (("treshold",), "Did you mean 'thresholds'?"),
         ((), "`patchguard reproduce --list` shows them"),
         (("main", "--data", "flowers"), "`--data` must be a set that main can use; got 'flowers'"),
+        (
+            ("toy_example", "--data", "cifar10"),
+            "`--data` must be a set that toy_example can use; got 'cifar10'. It needs",
+        ),
         (("main", "--limit", "0"), "`--limit` must be a whole number, 1 or more"),
+        (("main", "--batch-size", "-1"), "`--batch-size` must be a whole number, 1 or more"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_1(run, words, message):
@@ -108,3 +115,31 @@ def test_what_lacks_its_data_is_skipped_and_the_rest_is_run(run, monkeypatch, tm
     assert "1.0 (2.0)" in shown.stdout
     assert sorted(path.name for path in (tmp_path / "out" / "found").iterdir()) == ["drawn.png", "result.json"]
     assert not (tmp_path / "out" / "lacking").exists()
+
+
+def test_a_broken_file_costs_its_own_experiment_only_and_the_status_says_so(run, monkeypatch, tmp_path):
+    def broken(context: Context, dataset: str) -> Result:
+        raise InputError("thin.safetensors is not a whole file.")
+
+    def found(context: Context, dataset: str) -> Result:
+        return Result(tables=())
+
+    made = {
+        name: Experiment(name=name, title=name, where=(), sets=(), run=function)
+        for name, function in (("broken", broken), ("found", found))
+    }
+    monkeypatch.setattr(outcome, "EXPERIMENTS", made)
+    shown = run("all")
+    assert shown.exit_code == 1
+    assert "broken: skipped. thin.safetensors is not a whole file." in shown.stdout
+    assert "not everything was run (broken): thin.safetensors is not a whole file." in shown.stderr
+    assert (tmp_path / "out" / "found" / "result.json").is_file()
+
+
+def test_progress_of_an_unknown_length_is_not_told_at_every_step(capsys):
+    tell = _progress()
+    for done in range(1, 500):
+        tell("steps", done, 0)
+    assert capsys.readouterr().err.splitlines() == ["steps: 1"]
+    tell("maps", 7, 7)
+    assert capsys.readouterr().err == "maps: 7 of 7\n"

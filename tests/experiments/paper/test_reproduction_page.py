@@ -31,6 +31,22 @@ def test_published_runs_have_the_names_of_experiments(made):
     assert {path.stem for path in made.RUNS.glob("*.json")} <= known
 
 
+def test_every_large_gap_to_the_paper_has_its_reason(made):
+    for path in made.RUNS.glob("*.json"):
+        assert made.unexplained(json.loads(path.read_text())) == [], path.name
+
+
+def test_a_gap_without_a_reason_is_found_and_milliseconds_are_no_points(made):
+    row = {"label": "R", "ours": [50.0], "published": [80.0], "note": "thin model", "reason": ""}
+    table = {"title": "T", "where": "", "columns": ["clean"], "unit": "%", "rows": [row]}
+    assert made.unexplained({"tables": [table]}) == ["T: R"]
+    assert made.unexplained({"tables": [{**table, "rows": [{**row, "reason": "thin"}]}]}) == []
+    assert made.unexplained({"tables": [{**table, "rows": [{**row, "published": [51.9]}]}]}) == []
+    other = {**table, "unit": "other"}
+    assert made.unexplained({"tables": [other]}) == []
+    assert "points" not in "".join(made.remarks(other))
+
+
 def test_a_run_is_shown_beside_the_paper_with_the_reason_for_its_gap(made, tmp_path):
     rows = [
         {
@@ -38,22 +54,24 @@ def test_a_run_is_shown_beside_the_paper_with_the_reason_for_its_gap(made, tmp_p
             "ours": [None, None],
             "published": [82.6, 31.7],
             "note": "not run: train it",
+            "reason": "",
         },
         {
             "label": "Provable adv. training",
             "ours": [metrics.share(80, 100), metrics.share(46, 100)],
             "published": [83.9, 47.3],
             "note": "thin model",
+            "reason": "few channels",
         },
     ]
-    table = {"title": "T", "where": "tab-adv-training", "columns": ["clean", "robust"], "rows": rows}
+    table = {"title": "T", "where": "tab-adv-training", "columns": ["clean", "robust"], "unit": "%", "rows": rows}
     run = {"tables": [table], "figures": ["drawn"], "notes": ["noted"], "device": "cuda", "limit": None}
     (tmp_path / "training-cifar10.json").write_text(json.dumps(run))
     (tmp_path / "training-cifar10-drawn.png").write_bytes(b"")
     page = made.page(tmp_path)
     assert "| Conventional training | - (82.6) | - (31.7) |" in page
     assert "| Provable adv. training | 80.0 (83.9) | 46.0 (47.3) |" in page
-    assert "- Provable adv. training (up to -3.9 points from the paper): thin model" in page
+    assert "- Provable adv. training (up to -3.9 points from the paper): thin model; few channels" in page
     assert "- Conventional training: not run: train it" in page
     assert "training-cifar10-drawn.png" in page
     assert (

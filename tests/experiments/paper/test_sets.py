@@ -157,8 +157,10 @@ def test_imagenet_experiments_run_on_a_folder_of_a_thousand_classes(
     assert [row.published for row in result.tables[0].rows] == [(84.4,), (59.9,), (24.5,), (99.9,)]
     assert all(row.measured for row in result.tables[0].rows)
     assert {table.where for table in result.tables if table.where} == {"tab-local-attack", "fig-hist-net"}
-    assert {what for what, _, _ in told} >= {f"paper_imagenet_resnet50: {stage}" for stage in ("clean", "attack")}
-    assert [done for what, done, _ in told if what.endswith("clean")][-1] == 2
+    assert {what for what, _, _ in told} >= {
+        f"paper_imagenet_resnet50, {stage}: images times steps" for stage in ("clean", "attack")
+    }
+    assert [(done, of) for what, done, of in told if ", clean" in what][-1] == (2, 0)
     assert any("short attack" in note for note in result.notes)
 
 

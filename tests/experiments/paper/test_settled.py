@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from patchguard.defenses import ClippedSum, DoubleMasking, RobustMasking
+from patchguard.errors import InputError
 from patchguard.evidence import Evidence
 from patchguard.experiments.paper import settled
 from patchguard.experiments.paper.settled import Sheet, among_best
@@ -120,3 +121,17 @@ def test_a_tie_among_the_best_goes_to_the_smaller_class():
     scores = torch.tensor([[1.0, 1.0, 0.0]]).double().expand(3, 3)
     assert among_best(scores, torch.tensor([0, 1, 2]), 1).tolist() == [True, False, False]
     assert among_best(scores, torch.tensor([0, 1, 2]), 2).tolist() == [True, True, False]
+
+
+def test_what_the_defense_refuses_is_refused():
+    signed = Evidence(low=None)(torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)))
+    windows = Windows.sliding(grid=(4, 4), size=(2, 2))
+    targets = torch.tensor([0, 1])
+    with pytest.raises(InputError, match="clipped at 0"):
+        Sheet(signed, targets).proved(RobustMasking(masks=windows), windows)
+    clipped = Evidence(low=0.0)(torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)))
+    with pytest.raises(InputError, match="`top_k` must be"):
+        Sheet(clipped, targets).proved(RobustMasking(masks=windows), windows, top_k=3)
+    other = Windows.sliding(grid=(5, 5), size=(2, 2))
+    with pytest.raises(InputError, match="grid"):
+        Sheet(signed, targets).proved(DoubleMasking(masks=windows), other)

@@ -52,8 +52,8 @@ def test_rows_of_the_main_table_are_those_of_the_guard(context, guard, source):
     rules = {
         "robust masking": (LOGITS, RobustMasking(masks=ANY)),
         "double masking": (SIGNED, DoubleMasking(masks=ANY)),
-        "CBN": (Evidence(kind="tanh"), ClippedSum(spatial=False)),
-        "CBN, window by window": (Evidence(kind="tanh"), ClippedSum()),
+        "clipped sum": (Evidence(kind="tanh"), ClippedSum()),
+        "CBN, cells counted": (Evidence(kind="tanh"), ClippedSum(spatial=False)),
     }
     seen = []
     for name, (evidence, defense) in rules.items():

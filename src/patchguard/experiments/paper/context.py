@@ -22,6 +22,7 @@ from patchguard.experiments.job import matched
 from patchguard.experiments.paper import maps as maps_on_disk
 from patchguard.experiments.paper.experiment import Missing
 from patchguard.experiments.paper.maps import Maps
+from patchguard.experiments.study_images import PHOTO, SMALL
 from patchguard.guard import Guard
 from patchguard.interval import IntervalGuard
 from patchguard.models import REGISTRY
@@ -30,11 +31,9 @@ from patchguard.training import recipes
 
 logger = logging.getLogger(__name__)
 
-AS_THEY_ARE = ("cifar10", "sample")  # photos are resized and cropped first, and patches lie on the result
-SIDE = 224  # of photos for a model that does not say
 AT_ONCE = {"cpu": 64, "cuda": 512}
 
-Progress = Callable[[str, int, int], None]  # what is computed, images done, of how many
+Progress = Callable[[str, int, int], None]  # what is counted, how many are done, of how many: 0 if not known
 
 
 def _silent(what: str, done: int, of: int) -> None:
@@ -98,16 +97,22 @@ class Context:
         raise Missing(f"not run: no trained {listed[0]} here. {self.command(listed[0])}")
 
     def command(self, name: str) -> str:
-        """Return the command that makes a model."""
+        """Return the commands that make a model, those of what it begins with first."""
+        return "; ".join(dict.fromkeys(self._commands(name)))
+
+    def _commands(self, name: str) -> Iterator[str]:
         if name == "imagenette_resnet50":
-            return f"python -m patchguard.training.pretrained resnet50.safetensors zoo/{name}.safetensors"
-        root = "" if self.data_root is None else f" --data {self.data_root}"
-        if name not in recipes.RECIPES:
-            return f"Put {name}.safetensors into a folder and set {zoo.FOLDER} to that folder."
-        words = f"patchguard train --recipe {name}{root} --out {self.cache / 'models' / name}"
-        before = self._needed(name)
-        first = f" (first: {', '.join(before)})" if before else ""
-        return f"{words}{first}"
+            yield f"python -m patchguard.training.pretrained RESNET50_OF_IMAGENET.safetensors {self._made(name)}"
+        elif name not in recipes.RECIPES:
+            yield f"Put {name}.safetensors into a folder and set {zoo.FOLDER} to that folder."
+        else:
+            for before in self._needed(name):
+                yield from self._commands(before)
+            recipe, root = recipes.named(name), "" if self.data_root is None else f" --data {self.data_root}"
+            begins = {key: getattr(recipe, key) for key in ("initial", "teacher")}
+            elsewhere = {key: each for key, each in begins.items() if each and not _in_zoo(each)}
+            found = "".join(f" --set {key}={self._made(each)}" for key, each in elsewhere.items())
+            yield f"patchguard train --recipe {name}{root} --out {self._made(name).parent}{found}"
 
     def guard(self, name: str) -> Guard[Any]:
         """Return the trained Guard of a name, on the CPU."""
@@ -129,10 +134,11 @@ class Context:
     def _file(self, name: str) -> Path | None:
         if Path(name).is_file():
             return Path(name)
-        trained = self.cache / "models" / name / f"{name}.safetensors"
-        if trained.is_file():
-            return trained
-        return next((path for path in zoo.checkpoints() if path.stem == name), None)
+        return self._made(name) if self._made(name).is_file() else _in_zoo(name)
+
+    def _made(self, name: str) -> Path:
+        """Return where a model that is trained here lies."""
+        return self.cache / "models" / name / f"{name}.safetensors"
 
     def _needed(self, name: str) -> list[str]:
         """The models that a recipe begins with and that are not here."""
@@ -149,7 +155,7 @@ class Context:
         recipe = recipes.named(name)
         known = {each: self._file(each) for each in (recipe.initial, recipe.teacher) if each}
         paths = {key: str(known[each]) for key in ("initial", "teacher") if (each := getattr(recipe, key))}
-        out = self.cache / "models" / name
+        out = self._made(name).parent
         logger.info("training %s into %s", name, out)
         options = run.Options(
             recipe=recipe.changed(paths) if paths else recipe,
@@ -176,7 +182,8 @@ class Context:
         guard = self.guard(name)
         source = matched(source, guard)
         assert source.targets is not None
-        prepare = None if dataset in AS_THEY_ARE else self._prepares(name, guard)
+        own = guard.preprocess if guard.preprocess.steps else None
+        prepare = None if dataset in SMALL else own or self.prepares(name)
         about = {
             "format": maps_on_disk.FORMAT,
             "model": Path(name).stem,
@@ -205,15 +212,13 @@ class Context:
             about=about,
         )
 
-    def _prepares(self, name: str, guard: Guard[Any]) -> Preprocess:
-        """How photos become what the network sees; a model without a way of its own learned from squeezed ones."""
-        if guard.preprocess.steps:
-            return guard.preprocess
-        side = (zoo.inspect(self._file(name) or name)["recipe"] or {}).get("image_side") or SIDE
-        return Preprocess((Resize(height=side, width=side, mode="bilinear"),))
+    def prepares(self, name: str) -> Preprocess:
+        """Return how photos become what a network sees, if it has no way of its own: as those that it learned from."""
+        side = (zoo.inspect(self._file(name) or name)["recipe"] or {}).get("image_side")
+        return Preprocess((Resize(height=side, width=side, mode="bilinear"),)) if side else PHOTO
 
     def _told(self, about: dict[str, Any]) -> Callable[[int], None]:
-        return lambda done: self.progress(f"{about['model']} on {about['data']}", done, int(about["images"]))
+        return lambda done: self.progress(f"maps of {about['data']} by {about['model']}", done, int(about["images"]))
 
     def _size(self, source: Source, prepare: Preprocess | None) -> tuple[int, int]:
         for image in decoded(source, workers=0):
@@ -245,6 +250,10 @@ class Context:
                     images, targets = [], []
         finally:
             guard.model.to("cpu")
+
+
+def _in_zoo(name: str) -> Path | None:
+    return next((path for path in zoo.checkpoints() if path.stem == name), None)
 
 
 def _digest(source: Source) -> str:

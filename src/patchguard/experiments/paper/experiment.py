@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 from patchguard.errors import InputError
 from patchguard.experiments.metrics import Share
@@ -37,29 +37,39 @@ class Row:
     """One line of a table: ours beside the paper's, column by column; None where there is nothing to say.
 
     A `Share` is a count of images with its interval; a number is in the unit of its column. `note` names the model, or
-    says why the row was not run and the command that would.
+    says why the row was not run and the command that would. `reason` says why ours may differ from the paper's.
     """
 
     label: str
     ours: tuple[Value, ...]
     published: tuple[float | int | None, ...] = ()
     note: str = ""
+    reason: str = ""
 
     @property
     def measured(self) -> bool:
         """Whether any of our numbers is there."""
         return any(value is not None for value in self.ours)
 
+    @property
+    def said(self) -> str:
+        """Note and reason in one line."""
+        return "; ".join(part for part in (self.note, self.reason) if part)
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows under columns; `where` is the label of the table in the paper, empty for one that stands beside it."""
+    """Rows under columns; `where` is the label of the table in the paper, empty for one that stands beside it.
+
+    In a table of percentages, a large gap to the paper asks for a reason; in one of milliseconds or cells it does not.
+    """
 
     title: str
     where: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
+    unit: Literal["%", "other"] = "%"
 
     def __post_init__(self) -> None:
         for row in self.rows:

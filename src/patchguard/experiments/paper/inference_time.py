@@ -89,8 +89,8 @@ def result(device: torch.device, sizes: Sizes) -> Result:
     faster = found["Mask-DS"][0].median / found["Mask-BN"][0].median
     return Result(
         tables=(
-            Table(title="Time per image", where=WHERE, columns=columns, rows=tuple(rows)),
-            Table(title="Beside the paper", where="", columns=columns, rows=tuple(beside)),
+            Table(title="Time per image", where=WHERE, columns=columns, rows=tuple(rows), unit="other"),
+            Table(title="Beside the paper", where="", columns=columns, rows=tuple(beside), unit="other"),
         ),
         notes=(
             f"Mask-DS takes {faster:.1f} times as long as Mask-BN; in the paper "

@@ -55,20 +55,24 @@ def run(context: Context, dataset: str) -> Result:
         return Result(tables=(Table(title=title, where=WHERE, columns=("%",), rows=rows),))
     attack = attack_for(context.device)
     limit = context.limit or MOST.get(dataset)
-    guard, images = open_images(context.guard(name), dataset, context.data_root, limit=limit, seed=context.seed)
+    photo = context.prepares(name)
+    loaded = context.guard(name)
+    guard, images = open_images(loaded, dataset, context.data_root, limit=limit, seed=context.seed, photo=photo)
     place(guard, context.device)
     summary = case_study.run(
         guard,
         images,
         dataset=dataset,
         options=Options(attack=attack, seed=context.seed),
-        progress=_told(context, name, len(images)),
+        progress=_told(context, name),
     )
     summary["model"] = name
-    note = "; ".join(part for part in (f"{name}, {len(images):,} images", network.remark) if part)
+    size = "x".join(str(side) for side in summary["settings"]["patch"])
+    note = f"{name}, {len(images):,} images, a patch of {size} px"
+    reason = "; ".join(part for part in (network.remark, models.trained(name)) if part)
     found = summary["tab-local-attack"]["rows"]
     rows = tuple(
-        Row(label=label, ours=(found[key]["ours"],), published=(theirs.get(key),), note=note)
+        Row(label=label, ours=(found[key]["ours"],), published=(theirs.get(key),), note=note, reason=reason)
         for key, label in LABELS.items()
     )
     tables = [Table(title=title, where=WHERE, columns=("%",), rows=rows), logits_table(summary)]
@@ -94,13 +98,13 @@ def attack_for(device: torch.device) -> PatchPGD:
     return PAPER_ATTACK if device.type == "cuda" else SHORT
 
 
-def _told(context: Context, name: str, images: int) -> case_study.Progress:
-    """Return what adds up the images, or image steps, of each stage and tells the context."""
+def _told(context: Context, name: str) -> case_study.Progress:
+    """Return what adds up the images, or the images times steps, of each stage and tells the context."""
     done: Counter[str] = Counter()
 
     def tell(stage: str, count: int) -> None:
         done[stage] += count
-        context.progress(f"{name}: {stage}", done[stage], max(images, done[stage]))
+        context.progress(f"{name}, {stage}: images times steps", done[stage], 0)
 
     return tell
 

@@ -73,12 +73,19 @@ def run(context: Context, dataset: str) -> Result:
         rows.append(Row(label=name, ours=(focus.field, focus.half, round(focus.ratio)), published=(field, None, None)))
     return Result(
         tables=(
-            Table(title="Looks at each input cell", where=WHERE, columns=("looks", "centre : border"), rows=examples),
+            Table(
+                title="Looks at each input cell",
+                where=WHERE,
+                columns=("looks", "centre : border"),
+                rows=examples,
+                unit="other",
+            ),
             Table(
                 title="Networks, along one axis",
                 where="",
                 columns=("field, px", "central px with half of the looks", "centre : border"),
                 rows=tuple(rows),
+                unit="other",
             ),
         ),
         figures={"centre": toy_figure, "centre_networks": network_figure},

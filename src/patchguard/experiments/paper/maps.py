@@ -145,6 +145,7 @@ def write(folder: Path, about: Mapping[str, Any], count: int, batches: Batches, 
     """Write a folder of maps of at most `count` images, all or nothing."""
     draft = folder.with_name(f".{folder.name}.{os.getpid()}.draft")
     try:
+        shutil.rmtree(draft, ignore_errors=True)  # of a killed process that had our number
         draft.mkdir(parents=True)
         places, targets, maps, filled = spread(min(CHECKED, count), count), [], None, 0
         wanted, kept, sample = set(places), [], []

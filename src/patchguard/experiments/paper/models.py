@@ -1,6 +1,7 @@
 """Which trained models can stand for the networks of the paper, in the order of preference. Imports no torch."""
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import final
 
 from patchguard.patch import Patch
@@ -11,8 +12,9 @@ from patchguard.patch import Patch
 class Network:
     """A network of the paper on one data set.
 
-    `names` are zoo names, the one that is trained first where none is there; `remark` says how they differ from the
-    paper's. `stand_in` says that the network is another one than the paper's, measured beside it.
+    `names` are zoo names, the one that is trained first where none is there; `remark` says how the network itself
+    differs from the paper's, and `TRAINED` how its training does. `stand_in` says that the network is another one than
+    the paper's, measured beside it.
     """
 
     label: str
@@ -22,7 +24,30 @@ class Network:
 
 
 PHOTOS = ("imagenette", "imagenet", "flowers", "cats_vs_dogs")
-SCRATCH = "no ImageNet-pretrained BagNet here"
+
+# How a model was trained, where that differs from the paper. The first pattern that matches counts.
+_NO_BAGNET = "no BagNet pretrained on ImageNet is at hand"
+_SEEN = "an ImageNet ResNet-50, which has seen the test images"
+_RESIZED = "photos squeezed to a square, where the paper crops"
+TRAINED = {
+    "cifar10": "trained for double masking",
+    "cifar10_mask_ds": "trained here from random weights, taught by a ResNet-18",
+    "cifar10_mask_bn17*": f"{_NO_BAGNET}: trained from random weights, in two stages, taught by a ResNet-18",
+    "cifar10_mask_bn*": f"{_NO_BAGNET}: trained from random weights, in one stage, taught by a ResNet-18",
+    "cifar10_plain_bn*": f"{_NO_BAGNET}: trained from random weights, taught by a ResNet-18",
+    "cifar10_ibp_*": "a small network trained here",
+    "imagenette_bn17": f"{_NO_BAGNET}: trained for double masking, begun with and taught by {_SEEN}; {_RESIZED}",
+    "imagenette_mask_bn17": f"{_NO_BAGNET}: begun with a network for double masking, taught by {_SEEN}; {_RESIZED}",
+    "imagenette_*_bn*": f"{_NO_BAGNET}: begun with and taught by {_SEEN}; {_RESIZED}",
+    "imagenette_resnet50": f"{_SEEN}; its ten class rows are taken as they are, not trained further; {_RESIZED}",
+    "paper_*": "random first weights, where the paper's were pretrained on ImageNet",
+}
+
+
+def trained(name: str) -> str:
+    """Return how the training of a model differs from the paper's, as far as it is known."""
+    return next((words for pattern, words in TRAINED.items() if fnmatchcase(name, pattern)), "")
+
 
 # Squares of 1, 2 and 3 % of 224 x 224 and of 299 x 299, and the paper's pixels in 32 x 32.
 SIDES_224 = {"1 %": 23, "2 %": 32, "3 %": 39}
@@ -42,16 +67,16 @@ def usual_patch(dataset: str) -> str:
     return "2.4 %" if dataset == "cifar10" else "2 %"
 
 
-def bagnet(dataset: str, field: int = 17) -> Network:
-    """Return the BagNet of Mask-BN, trained for masking."""
+def bagnet(dataset: str, field: int = 17, *, only: bool = False) -> Network:
+    """Return the BagNet of Mask-BN, trained for robust masking; else, unless `only` that, for double masking."""
     label, paper = f"Mask-BN-{field}", f"paper_{dataset}_bn17_provable"
     if dataset == "imagenette" and field == 17:
-        names: tuple[str, ...] = ("imagenette_mask_bn17", paper, "imagenette_bn17")
+        names: tuple[str, ...] = ("imagenette_mask_bn17", paper, *(() if only else ("imagenette_bn17",)))
     elif dataset in ("imagenette", "cifar10"):
         names = (f"{dataset}_mask_bn{field}", *((paper,) if field == 17 else ()))
     else:
         names = (paper,)
-    return Network(label=label, names=names, remark=SCRATCH)
+    return Network(label=label, names=names)
 
 
 def plain_bagnet(dataset: str, field: int = 17, *, only: bool = False) -> Network:
@@ -59,7 +84,7 @@ def plain_bagnet(dataset: str, field: int = 17, *, only: bool = False) -> Networ
     ours = (f"{dataset}_plain_bn{field}",) if dataset in ("imagenette", "cifar10") else ()
     paper = (f"paper_{dataset}_bn17",) if field == 17 else ()
     names = (*ours, *paper, *(() if only else bagnet(dataset, field).names))
-    return Network(label=f"BagNet-{field}", names=names, remark=SCRATCH)
+    return Network(label=f"BagNet-{field}", names=names)
 
 
 def small_field(dataset: str) -> Network | None:

@@ -74,7 +74,8 @@ def run(context: Context, dataset: str) -> Result:
         proved: Share | None = found.share(found.proved) if name == "Mask-BN" else None
         ours = (found.share(found.right[name, False]), found.share(found.right[name, True]), proved)
         note = maps.model if name in guards else residual or ""
-        rows.append(Row(label=name, ours=ours, published=theirs if name == "Mask-BN" else nothing, note=note))
+        known = theirs if name == "Mask-BN" else nothing
+        rows.append(Row(label=name, ours=ours, published=known, note=note, reason=models.trained(note)))
     if residual is None:
         reason = f"not run: no ResNet-50 here. {context.command(models.residual(dataset).names[0])}"
         rows.append(Row(label="ResNet-50", ours=nothing, note=reason))

@@ -27,6 +27,7 @@ class Outcome:
     folder: Path | None = None
     seconds: float = 0.0
     skipped: str = ""
+    failed: bool = False  # skipped not for want of data or models, but since something is wrong with them
 
     @property
     def name(self) -> str:
@@ -45,7 +46,8 @@ def chosen(name: str, datasets: Sequence[str] = ()) -> list[tuple[Experiment, st
     known = sorted({each for experiment in experiments for each in experiment.sets})
     for dataset in datasets:
         if dataset not in known:
-            raise InputError(f"`--data` must be a set that {name} can use; got {dataset!r}. Known: {', '.join(known)}.")
+            usable = f"Known: {', '.join(known)}." if known else "It needs none."
+            raise InputError(f"`--data` must be a set that {name} can use; got {dataset!r}. {usable}")
     return [
         (experiment, dataset)
         for experiment in experiments
@@ -61,7 +63,7 @@ def run_all(
     *,
     report: Callable[[Outcome], None] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Run experiments and write each result; what lacks its data is skipped with the reason."""
+    """Run experiments and write each result; what lacks its data or meets a broken file is skipped with the reason."""
     found = []
     for outcome in _run(context, work, out):
         report(outcome)
@@ -74,8 +76,9 @@ def _run(context: "Context", work: Sequence[tuple[Experiment, str]], out: Path) 
         begun = time.monotonic()
         try:
             result = experiment.run(context, dataset)
-        except Missing as missing:
-            yield Outcome(experiment=experiment, dataset=dataset, skipped=str(missing))
+        except InputError as error:
+            failed = not isinstance(error, Missing)
+            yield Outcome(experiment=experiment, dataset=dataset, skipped=str(error), failed=failed)
             continue
         outcome = Outcome(experiment=experiment, dataset=dataset, result=result, seconds=time.monotonic() - begun)
         folder = out / outcome.name

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias, final
 from patchguard.experiments.paper.context import Context
 from patchguard.experiments.paper.experiment import Missing, Row, Value
 from patchguard.experiments.paper.maps import Maps
-from patchguard.experiments.paper.models import Network
+from patchguard.experiments.paper.models import Network, trained
 from patchguard.experiments.paper.tally import Counts, Question, count, rounding, told
 from patchguard.patch import Patch
 from patchguard.windows import Windows
@@ -76,8 +76,9 @@ def measure(
         for label, row in cells.items():
             theirs = () if suffix else tuple(published.get(label, ()))
             ours = tuple(_value(counts, cell) for cell in row)
-            note = described(maps, network, suffix, spaced=spaced)
-            found.rows.append(Row(label=named(label) + suffix, ours=ours, published=theirs, note=note))
+            note = described(maps, suffix, spaced=spaced)
+            reason = differs(maps.model, network)
+            found.rows.append(Row(label=named(label) + suffix, ours=ours, published=theirs, note=note, reason=reason))
         first = first or next((cell[0] for row in cells.values() for cell in row if cell is not None), None)
     if first is not None:
         found.notes.append(told(rounding(maps, first, context.device), maps.model))
@@ -114,11 +115,14 @@ def spaces(maps: Maps) -> dict[str, WindowsOf]:
     return {"": enlarged, TRUE_WINDOWS: maps.windows}
 
 
-def described(maps: Maps, network: Network, suffix: str = "", *, spaced: bool = False) -> str:
-    """Return which model made a row, and how it differs from the paper's."""
+def differs(model: str, network: Network) -> str:
+    """Return how a model differs from the paper's."""
+    return "; ".join(part for part in (network.remark, trained(model)) if part)
+
+
+def described(maps: Maps, suffix: str = "", *, spaced: bool = False) -> str:
+    """Return which model made a row, and where its patch lies."""
     words = [f"{maps.model}, {len(maps):,} images"]
-    if network.remark:
-        words.append(network.remark)
     if spaced and enlargement(maps) > 1:
         words.append("patch in the image itself" if suffix else "patch placed after enlarging, as in the paper")
     return "; ".join(words)

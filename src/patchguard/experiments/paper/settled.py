@@ -43,6 +43,7 @@ class Sheet:
 
     def proved(self, defense: Defense[Any], windows: Windows, top_k: int = 1) -> Bool[Tensor, " batch"]:
         """Whether that is so and no contents of any window change it; nothing is computed for wrong labels."""
+        defense.check_question(self.evidence, windows, top_k)
         right = self.right(defense, top_k)
         if self.evidence.lower is self.evidence.values is self.evidence.upper:  # no drift
             quick = None

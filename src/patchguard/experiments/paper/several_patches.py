@@ -6,9 +6,9 @@ are, works for any number of patches, at a lower bound on the true class that co
 as those of CBN and DS, handle several patches, too.
 
 Ours: each of these rules on the maps, for one, two and three patches of the smallest size that the paper has for the
-set. For bands of columns, whose windows lie on one axis, robust masking with masks of as many boxes as there are
-patches is cheap enough to be exact, which the paper does not consider. Numbers are in the tables; `docs/theory.md` has
-the theorems.
+set. For bands of columns, whose windows lie on one axis, robust masking with masks of two boxes against two patches is
+cheap enough to be exact at 32 columns, which the paper does not consider; where there are too many masks to go through,
+the row says so. Numbers are in the tables; `docs/theory.md` has the theorems.
 """
 
 from collections.abc import Callable, Mapping, Sequence

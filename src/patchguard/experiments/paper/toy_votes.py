@@ -66,8 +66,14 @@ def run(context: Context, dataset: str) -> Result:
     columns = ("certified", "margin", f"certified of all {2 ** len(VOTES):,} vectors")
     return Result(
         tables=(
-            Table(title=f"Votes {VOTES}, {CORRUPTED} corrupted", where=WHERE, columns=("votes",), rows=numbers),
-            Table(title="Proofs about them", where="", columns=columns, rows=proofs),
+            Table(
+                title=f"Votes {VOTES}, {CORRUPTED} corrupted",
+                where=WHERE,
+                columns=("votes",),
+                rows=numbers,
+                unit="other",
+            ),
+            Table(title="Proofs about them", where="", columns=columns, rows=proofs, unit="other"),
         ),
         figures={"toy_example": figure},
         notes=(

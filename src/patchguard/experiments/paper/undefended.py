@@ -15,7 +15,7 @@ from patchguard.experiments.paper.context import Context
 from patchguard.experiments.paper.experiment import TITLES, Missing, Result, Row, Table, Value
 from patchguard.experiments.paper.maps import Maps
 from patchguard.experiments.paper.models import Network
-from patchguard.experiments.paper.rows import Build, Cell, Found, WindowsOf, described, measure
+from patchguard.experiments.paper.rows import Build, Cell, Found, WindowsOf, described, differs, measure
 from patchguard.experiments.paper.tally import SIGNED, Question, over_batches, rounding, told
 from patchguard.overlap import sums
 from patchguard.windows import Windows
@@ -105,17 +105,19 @@ def feature_masking(context: Context, dataset: str) -> Result:
     tables, notes = [], []
     stand_in = models.small_field(dataset)
     for network in (models.plain_bagnet(dataset), *(() if stand_in is None else (stand_in,))):
+        # The same number of cells is another share of another network's cells.
+        known = {name: () if network.stand_in else theirs[name] for name in theirs}
         try:
             maps = context.maps(network.names, dataset)
         except Missing as missing:
             nothing = (None,) * len(SIDES)
-            rows = [Row(label=name, ours=nothing, published=theirs[name], note=str(missing)) for name in theirs]
+            rows = [Row(label=name, ours=nothing, published=known[name], note=str(missing)) for name in known]
         else:
             found = invariance(maps, context.device)
-            note = described(maps, network)
+            note, reason = described(maps), differs(maps.model, network)
             rows = [
-                Row(label=name, ours=tuple(found[name]), published=theirs[name], note=note)
-                for name in published.FEATURE_MASK[dataset]
+                Row(label=name, ours=tuple(found[name]), published=known[name], note=note, reason=reason)
+                for name in known
             ]
             notes.append(told(rounding(maps, PLAIN, context.device), maps.model))
         title = f"Masked features of {network.label} on {TITLES[dataset]}"

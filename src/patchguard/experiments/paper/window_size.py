@@ -51,8 +51,14 @@ def run(context: Context, dataset: str) -> Result:
     )
     return Result(
         tables=(
-            Table(title="The paper's example", where=WHERE, columns=("pixels",), rows=(example,)),
-            Table(title="Window sizes of networks", where="eq-receptive", columns=("cells per axis",), rows=networks),
+            Table(title="The paper's example", where=WHERE, columns=("pixels",), rows=(example,), unit="other"),
+            Table(
+                title="Window sizes of networks",
+                where="eq-receptive",
+                columns=("cells per axis",),
+                rows=networks,
+                unit="other",
+            ),
         ),
         figures={"window_size": figure},
         notes=(

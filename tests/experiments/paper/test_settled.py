@@ -1,5 +1,7 @@
 """Signs without margins: every answer of a `Sheet` is the defense's own."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from patchguard.defenses import ClippedSum, DoubleMasking, RobustMasking
 from patchguard.errors import InputError
 from patchguard.evidence import Evidence
 from patchguard.experiments.paper import settled
-from patchguard.experiments.paper.settled import Sheet, among_best
+from patchguard.experiments.paper.settled import Sheet, among_best, largest_unions
 from patchguard.windows import Windows
 
 GRIDS = {
@@ -61,6 +63,31 @@ def test_robust_masking_is_settled_as_the_defense_certifies(shape, kind, pair):
     proved = [compare(RobustMasking(masks=masks), evidence, small, targets, top_k) for top_k in (1, 3)]
     assert 0 < proved[0] < len(targets)
     assert proved[0] <= proved[1]
+
+
+UNIONS = {
+    "circle": Windows.sliding(grid=(1, 24), size=(1, 2), wrap=(False, True)),
+    "line": Windows.sliding(grid=(1, 20), size=(1, 2)),
+    "square": Windows.sliding(grid=(5, 5), size=(2, 1)),
+    "nearly everything": Windows.sliding(grid=(1, 5), size=(1, 2)),
+    "uneven": Windows(grid=(1, 22), rows=((0, 1),), columns=((0, 2), (1, 4), (3, 5), (5, 8), (10, 12), (20, 22))),
+}
+
+
+@pytest.mark.parametrize("shape", UNIONS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "signed logits"])
+def test_unions_of_two_are_settled_as_the_defense_certifies(shape, kind):
+    windows = replace(UNIONS[shape], count=2)
+    evidence, targets = made(windows.grid, kind)
+    proved = [compare(RobustMasking(masks=windows), evidence, windows, targets, top_k) for top_k in (1, 3)]
+    assert 0 < max(proved) < len(targets) or shape == "nearly everything"
+
+
+def test_the_largest_unions_decide_only_where_all_others_lie_in_one():
+    line = largest_unions(replace(UNIONS["line"], count=2))
+    assert line is not None
+    assert len(line) < replace(UNIONS["line"], count=2).regions
+    assert largest_unions(replace(UNIONS["uneven"], count=2)) is None
 
 
 def test_masks_smaller_than_the_windows_are_left_to_the_defense():

@@ -5,9 +5,10 @@ that quick bounds leave open. Every answer is the defense's own; the tests compa
 """
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, final
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
@@ -117,13 +118,19 @@ class Sheet:
 
         In the symbols of the theorem, certified means: in every window, t_y - D_k > max_v a_y(v) for all but k - 1
         rivals. That maximum is at most the heaviest mask H, and at least H less what y has in the window. D_k is t_k
-        for masks that are the windows. It is what the heaviest covering mask leaves of the whole where a row or a
-        column of the window, filled up to the ceiling, outweighs any mask: a mask that does not cover the window misses
-        one. None where neither holds.
+        for masks that are the windows, all of one size: filled up, a window outweighs every mask. Of unions, which are
+        smaller where boxes overlap, the largest decide: who owns one of them owns those inside it. For larger masks
+        D_k is what the heaviest covering mask leaves of the whole, where a row or a column of the window, filled up to
+        the ceiling, outweighs any mask: a mask that does not cover the window misses one. None where no case holds.
         """
         inside, over, total = self._over(windows), self._over(masks), self._total.unsqueeze(2)
+        deciding: slice | Tensor = slice(None)
         narrowest = min(stop - start for start, stop in (*windows.rows, *windows.columns))
         if masks == windows and windows.equal_boxes:
+            highest = total - inside
+        elif masks == windows and windows.count > 1 and (largest := largest_unions(windows)) is not None:
+            deciding = largest.to(inside.device)
+            inside = inside[:, :, deciding]
             highest = total - inside
         elif (
             not self.evidence.bounded
@@ -144,7 +151,7 @@ class Sheet:
         failed = (room <= (heavy.unsqueeze(1) - mine).clamp(min=0)).any(1)
         for places in self._in_parts(right & ~proved & ~failed):
             least = self.evidence.values[places, self.targets[places]]
-            proved[places] = (room[places] > heaviest(least, masks, windows)).all(1)
+            proved[places] = (room[places] > heaviest(least, masks, windows)[:, deciding]).all(1)
         return proved
 
     def _doubly_masked(
@@ -214,6 +221,15 @@ def shared(
         return table.flatten(1).gather(1, row * table.shape[2] + column)
 
     return at(bottom, right) - at(top, right) - at(bottom, left) + at(top, left), (bottom - top) * (right - left)
+
+
+@lru_cache(maxsize=64)
+def largest_unions(windows: Windows) -> Int64[Tensor, " some"] | None:
+    """Return which unions have the most cells; None where some other one lies in none of these."""
+    areas, cells = windows.areas, windows.cells.astype(np.float64)
+    largest = areas == areas.max()
+    held = (cells @ cells[largest].T == areas[:, None]).any(1)
+    return torch.from_numpy(np.flatnonzero(largest)) if bool(held.all()) else None
 
 
 def among_best(scores: Tensor, targets: Int64[Tensor, " batch"], top_k: int) -> Bool[Tensor, " batch"]:

@@ -38,6 +38,13 @@ def test_a_model_card_is_about_the_file_that_is_published(name: str) -> None:
     assert found["recipe"] == summary["recipe"]
     for entry in [*summary.get("test", []), *summary["held_out"]]:
         assert f"| {100 * entry['clean']:.1f} |" in card
+    later = ROOT / "results" / "models" / name / "test.json"  # a test set that was measured after the training
+    if later.is_file():
+        measured = json.loads(later.read_text())
+        assert measured["model_digest"] == found["digest"]
+        for numbers in (each for rule in measured["defenses"].values() for each in rule.values()):
+            clean, certified = (f"{100 * numbers[key]['share']:.1f}" for key in ("clean", "certified"))
+            assert re.search(rf"[|] {re.escape(clean)} [|] (\*\*)?{re.escape(certified)}(\*\*)? [|]", card)
 
 
 def test_the_embedded_model_is_small_and_the_others_fit_their_folder() -> None:

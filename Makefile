@@ -17,9 +17,9 @@ demo: .venv/package
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-# One thread: the tests are many small tensors, and threads that wait for each other slow them down.
+# Two processes of one thread: the tests are many small tensors, and threads that wait for each other slow them down.
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

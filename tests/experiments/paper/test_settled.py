@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from patchguard.defenses import ClippedSum, DoubleMasking, RobustMasking
+from patchguard.defenses import ClippedSum, DoubleMasking, MajorityVote, RobustMasking, clipped_sum
 from patchguard.errors import InputError
 from patchguard.evidence import Evidence
 from patchguard.experiments.paper import settled
@@ -81,6 +81,30 @@ def test_unions_of_two_are_settled_as_the_defense_certifies(shape, kind):
     evidence, targets = made(windows.grid, kind)
     proved = [compare(RobustMasking(masks=windows), evidence, windows, targets, top_k) for top_k in (1, 3)]
     assert 0 < max(proved) < len(targets) or shape == "nearly everything"
+
+
+@pytest.mark.parametrize("shape", UNIONS)
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize(
+    ("kind", "defense"),
+    [
+        ("clipped logits", ClippedSum()),
+        ("confidence", ClippedSum()),
+        ("confidence", ClippedSum(spatial=False)),
+        ("prediction", MajorityVote()),
+    ],
+)
+def test_sums_under_several_windows_are_settled_as_the_defense_certifies(shape, count, kind, defense, monkeypatch):
+    windows = replace(UNIONS[shape], count=count)
+    evidence, targets = made(windows.grid, kind)
+    compare(defense, evidence, windows, targets)
+    # Evidence of few values, where ties are frequent.
+    generator = torch.Generator().manual_seed(count)
+    votes = Evidence(low=0.0, high=1.0, bits=1)(torch.rand(2000, 3, *windows.grid, generator=generator).round())
+    truth = votes.values.sum((2, 3)).argmax(1)
+    compare(ClippedSum(), votes, windows, truth)
+    monkeypatch.setattr(clipped_sum, "MOST_REGIONS", 1)  # too many unions: both bound them
+    compare(ClippedSum(), votes, windows, truth)
 
 
 def test_the_largest_unions_decide_only_where_all_others_lie_in_one():

@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 1
 CHECKED = 256  # images whose logits are kept in float32, too
 ELEMENTS = {"cpu": 2**22, "cuda": 2**26}  # logits handled at once
+IMAGES = {"cpu": 1024, "cuda": 2**20}  # at most: small maps, too, are shared by all cores
 
 Batches = Iterator[tuple[Float[Tensor, "some classes rows columns"], Int64[Tensor, " some"]]]
 
@@ -88,7 +89,8 @@ class Maps:
 
     def batches(self, device: torch.device) -> Batches:
         """Yield logits as float32 and targets, in parts that fit the memory."""
-        some = max(1, ELEMENTS.get(device.type, ELEMENTS["cuda"]) // int(np.prod(self.local_logits.shape[1:])))
+        kind = device.type if device.type in ELEMENTS else "cuda"
+        some = max(1, min(IMAGES[kind], ELEMENTS[kind] // int(np.prod(self.local_logits.shape[1:]))))
         for first in range(0, len(self), some):
             part = torch.from_numpy(np.array(self.local_logits[first : first + some]))  # a copy: the file is read-only
             yield part.to(device).float(), self.targets[first : first + some].to(device)

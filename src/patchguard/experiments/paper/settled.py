@@ -4,7 +4,7 @@ Sums over windows are computed once for all questions about a batch, and pairs o
 that quick bounds leave open. Every answer is the defense's own; the tests compare them.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, final
 
@@ -14,14 +14,16 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from patchguard import ties
-from patchguard.defenses import DoubleMasking, RobustMasking
+from patchguard.defenses import ClippedSum, DoubleMasking, MajorityVote, RobustMasking
 from patchguard.defenses.base import Defense, select
+from patchguard.defenses.clipped_sum import enumerable
 from patchguard.evidence import EvidenceMap
 from patchguard.integral import integral_image
 from patchguard.overlap import best_cover, heaviest, sums
 from patchguard.product import NOTHING
 from patchguard.windows import Windows
 
+SUMMED = 256  # maps whose unions of windows are summed together
 MAPS = {"cpu": 256, "cuda": 4096}  # maps whose pairs of windows are searched together
 
 
@@ -52,6 +54,8 @@ class Sheet:
                 quick = self._doubly_masked(defense.masks, windows, right)
             elif isinstance(defense, RobustMasking) and defense.threshold == 0:
                 quick = self._masked(defense.masks, windows, top_k, right)
+            elif isinstance(defense, ClippedSum | MajorityVote) and defense.spatial and top_k == 1:
+                quick = self._summed(windows, right) if windows.count > 1 else None
             if quick is not None:
                 return right & quick
         found = torch.zeros_like(right)
@@ -180,6 +184,30 @@ class Sheet:
                 image, against = (each[first : first + self._at_once] for each in (images, rivals))
                 worst = (outside[places[image], against] - heaviest(gap[image, against], masks, masks)).amin(1)
                 proved[places[image[worst <= 0]]] = False
+        return proved
+
+    def _summed(self, windows: Windows, right: Bool[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
+        """`ClippedSum().certify(evidence, windows, targets).certified` of right labels, for unions of windows.
+
+        Certified means: S_y - S_k exceeds what any union can take of it. No union takes more than its heaviest boxes
+        together, which is all that counts where unions are too many, and some union takes as much as the heaviest box
+        alone. Only what lies between is searched, rival by rival.
+        """
+        boxes = replace(windows, count=1)
+        inside, span = self._over(boxes), self.evidence.high - self.evidence.low
+        areas = torch.from_numpy(boxes.areas).to(inside.device)
+        loss = select(inside, self.targets).unsqueeze(1) - inside + span * areas  # never negative
+        gap = select(self._total, self.targets).unsqueeze(1) - self._total
+        rival = ~torch.nn.functional.one_hot(self.targets, gap.shape[1]).bool()
+        safe = (gap > loss.topk(min(windows.count, loss.shape[2]), dim=2).values.sum(2)) | ~rival
+        if not enumerable(windows):
+            return safe.all(1)
+        proved = right & ~((gap <= loss.amax(2)) & rival).any(1)
+        images, rivals = (~safe & proved.unsqueeze(1)).nonzero().unbind(1)
+        for first in range(0, len(images), SUMMED):
+            image, against = (each[first : first + SUMMED] for each in (images, rivals))
+            taken = self.evidence.values[image, self.targets[image]] - self.evidence.values[image, against] + span
+            proved[image[gap[image, against] <= sums(taken, windows).amax(1)]] = False
         return proved
 
     # -- parts ---------------------------------------------------------------------------------------------------------

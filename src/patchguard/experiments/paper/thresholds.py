@@ -68,9 +68,8 @@ def run(context: Context, dataset: str) -> Result:
                     rows.append(
                         Row(label=label + suffix, ours=ours, published=known, note=note, reason=reason + charged)
                     )
-            windows = maps.windows(patch)
-            question = masking(windows, threshold=THRESHOLDS[1])
-            notes.append(f"T = 0.2, {told(rounding(maps, question, context.device), maps.model)}")
+            question = masking(maps.windows(patch))
+            notes.append(told(rounding(maps, question, context.device), maps.model))
         title = f"Detection thresholds of {network.label} on {TITLES[dataset]}, {name} patch"
         tables.append(Table(title=title, where=where, columns=COLUMNS, rows=tuple(rows)))
     return Result(

@@ -1,7 +1,7 @@
 """Write docs/reproduction.md from results/reproduction: python docs/make_reproduction.py (make docs). A test compares.
 
 A run becomes a published one by copying its result.json to results/reproduction/<name>-<data>.json, pictures beside it
-as <name>-<data>-<picture>.png.
+as <name>-<data>-<picture>.png; not the picture of `occlusion`, which shows images of the set.
 """
 
 import json

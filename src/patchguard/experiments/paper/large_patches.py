@@ -67,5 +67,5 @@ def figure(rows: Sequence[Row], title: str) -> "Figure":
             axes.plot(*zip(*points, strict=True), "x", color=colour, ms=8, label=f"{COLUMNS[place]}, published")
     axes.set(xlabel="side of the patch in pixels", ylabel="%", ylim=(0, 100), title=title)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    made.legend(loc="outside lower center", ncols=3, fontsize=8)
     return made

@@ -260,7 +260,9 @@ def test_in_network_pixels_the_patch_lies_on_the_resized_image(model, tmp_path):
     shown = CliRunner().invoke(app, ["certify", *usual, "--patch-space", "input", "--out", str(tmp_path / "input")])
     assert shown.exit_code == 0, shown.output
     assert "patches in network pixels" in shown.stdout
-    assert "side of a square patch, network pixels" in (tmp_path / "input" / "report.html").read_text()
+    page = (tmp_path / "input" / "report.html").read_text()
+    assert "side of a square patch, network pixels" in page
+    assert "patch on the resized and cropped image can" in page
     found = list(Folder(tmp_path / "input").records())
     assert len(found) == 5
     for record in found:
@@ -274,6 +276,11 @@ def test_in_network_pixels_the_patch_lies_on_the_resized_image(model, tmp_path):
         assert max(entry["box"][0], entry["box"][1]) <= 14  # a place in the resized image
     again = CliRunner().invoke(app, ["certify", *usual, "--out", str(tmp_path / "input")])
     assert "other settings: patch_space input, not source" in again.stderr
+    assert CliRunner().invoke(app, ["certify", *usual, "--out", str(tmp_path / "source")]).exit_code == 0
+    assert "resized and cropped" not in (tmp_path / "source" / "report.html").read_text()
+    mixed = CliRunner().invoke(app, ["report", str(tmp_path / "source"), str(tmp_path / "input")])
+    assert mixed.exit_code == 1
+    assert "patches in one place; got some in source images" in mixed.stderr
 
 
 def test_images_smaller_than_the_patch_are_recorded_and_do_not_stop_the_run(run, labelled, tmp_path):

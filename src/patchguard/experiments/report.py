@@ -50,12 +50,23 @@ def write(folders: Sequence[Path]) -> Path:
 
 def _of_certified(places: Sequence[Path]) -> str:
     runs = [read_run(place) for place in places]
+    _check_space(runs)
     return of_runs(runs) if len(runs) > 1 else of_run(runs[0], read_gallery(places[0]))
 
 
 def _of_attacks(places: Sequence[Path]) -> str:
     runs = [read_attack(place) for place in places]
+    _check_space(runs)
     return of_attacks(runs) if len(runs) > 1 else of_attack(runs[0], read_attack_gallery(places[0]))
+
+
+def _check_space(runs: Sequence[Run | AttackRun]) -> None:
+    """Refuse runs whose patches of one name are not the same threat."""
+    if len({run.settings.get("patch_space", "source") for run in runs}) > 1:
+        raise InputError(
+            "`folders` must hold runs with patches in one place; got some in source images and some in the network's "
+            "input (--patch-space). Report them apart."
+        )
 
 
 def of_run(run: Run, pictures: Sequence[Picture]) -> str:

@@ -12,7 +12,7 @@ from patchguard.experiments.page.cards import SMOOTH_FROM, heat, png, rectangle,
 from patchguard.experiments.page.charts import colour_swatch, legend, stack
 from patchguard.experiments.page.comparison import cell, names
 from patchguard.experiments.page.markup import Markup, join, prose, tag
-from patchguard.experiments.page.numbers import SPACE, count, interval, percent, short, threat
+from patchguard.experiments.page.numbers import SPACE, count, interval, percent, placed, short, threat
 from patchguard.experiments.page.results import body, row, scroll, shares
 
 REFUTED_SHOWN = 3
@@ -72,7 +72,8 @@ def opening(run: AttackRun) -> Markup:
         ("wrong without an attack", run.clean.of - run.clean.right, "is-plain"),
     ]
     parts = [part for part in parts if part[1] or part[2] != "is-plain"]
-    words = [f"A {threat(run.patch)} was placed and painted by the attack {run.settings['attack']}"]
+    patch = f"{threat(run.patch)}{placed(run.settings)}"
+    words = [f"A {patch} was placed and painted by the attack {run.settings['attack']}"]
     aim = run.settings.get("aim")
     words.append(f", aiming at the answer {run.class_name(aim)}. " if isinstance(aim, int) else ". ")
     if run.broken is not None:

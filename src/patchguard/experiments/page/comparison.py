@@ -123,7 +123,7 @@ def curves(runs: Sequence[Run]) -> Markup | None:
         ]
         if lines:
             about = f"{title}: certified share against the side of a square patch, one curve per run; table below."
-            x_title = f"side of a square patch, {' or '.join(sorted({run.pixels for run in runs}))}"
+            x_title = f"side of a square patch, {runs[0].pixels}"
             drawn = line_chart(lines, about=about, x_title=x_title, bands=len(lines) <= 2)
             swatches = legend([(line.name, line_swatch(line)) for line in lines])
             numbers = curve_table([(line.name, line.points) for line in lines])

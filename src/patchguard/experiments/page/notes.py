@@ -47,8 +47,8 @@ NOT_PROVED = (
 
 PLACED = {
     "source pixels": "The patch is measured in the pixels of the image as it came, before any resizing or cropping.",
-    "network pixels": "The patch is placed after resizing and cropping, as in the paper's tables. In the image as it "
-    "came, one of the same number of pixels, or of the same share, may reach more; nothing is proved about that.",
+    "network pixels": "The patch is placed after resizing, cropping and rounding to 8 bits, as in the paper's tables. "
+    "A patch on the image as it came may reach more; nothing is proved about that.",
 }
 
 

@@ -2,6 +2,8 @@
 
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
 SPACE = "\u00a0"  # a number and its unit stay on one line
 
@@ -55,3 +57,8 @@ def size(patch: str) -> str:
 def threat(patch: str) -> str:
     """Return a patch as part of a sentence: `5 × 5 patch`, or `patch of 2 % of the picture`."""
     return f"patch of {size(patch)} of the picture" if patch.endswith("%") else f"{size(patch)} patch"
+
+
+def placed(settings: Mapping[str, Any]) -> str:
+    """Return where a run has its patches, as part of a sentence; nothing where they lie in the image as it came."""
+    return " on the resized and cropped image" if settings.get("patch_space") == "input" else ""

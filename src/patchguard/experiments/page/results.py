@@ -15,7 +15,7 @@ from patchguard.experiments.page.charts import (
 )
 from patchguard.experiments.page.files import Against, ClassCount, Margins, Run, Share
 from patchguard.experiments.page.markup import Markup, join, tag
-from patchguard.experiments.page.numbers import SPACE, count, interval, percent, short, size, threat
+from patchguard.experiments.page.numbers import SPACE, count, interval, percent, placed, short, size, threat
 
 CLASSES_SHOWN = 10  # of the worst and of the best; with twice as many or fewer classes all are shown
 GROUP_LOOKS = {
@@ -45,7 +45,7 @@ def detects(run: Run) -> bool:
 def headline(run: Run) -> Markup:
     """Return the result as one sentence for someone who has never heard of certificates."""
     main = run.main
-    statement = f"no {threat(run.patch)} can {harm(run)}"
+    statement = f"no {threat(run.patch)}{placed(run.settings)} can {harm(run)}"
     if main.of == 0:
         return join("No image could be read, so nothing is certified")
     if main.right == 0:

@@ -21,6 +21,7 @@ from patchguard.experiments.paper import models
 from patchguard.experiments.paper.context import Context
 from patchguard.experiments.paper.experiment import TITLES, Missing, Result, Row, Table
 from patchguard.experiments.paper.models import Network
+from patchguard.experiments.paper.rows import differs
 from patchguard.experiments.study_command import place
 from patchguard.experiments.study_images import open_images
 
@@ -69,7 +70,7 @@ def run(context: Context, dataset: str) -> Result:
     summary["model"] = name
     size = "x".join(str(side) for side in summary["settings"]["patch"])
     note = f"{name}, {len(images):,} images, a patch of {size} px"
-    reason = "; ".join(part for part in (network.remark, models.trained(name)) if part)
+    reason = differs(name, network)
     found = summary["tab-local-attack"]["rows"]
     rows = tuple(
         Row(label=label, ours=(found[key]["ours"],), published=(theirs.get(key),), note=note, reason=reason)

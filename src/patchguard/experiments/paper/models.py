@@ -39,7 +39,7 @@ TRAINED = {
     "imagenette_bn17": f"{_NO_BAGNET}: trained for double masking, begun with and taught by {_SEEN}; {_RESIZED}",
     "imagenette_mask_bn17": f"{_NO_BAGNET}: begun with a network for double masking, taught by {_SEEN}; {_RESIZED}",
     "imagenette_*_bn*": f"{_NO_BAGNET}: begun with and taught by {_SEEN}; {_RESIZED}",
-    "imagenette_resnet50": f"{_SEEN}; its ten class rows are taken as they are, not trained further; {_RESIZED}",
+    "imagenette_resnet50": f"{_SEEN}; its ten class rows are taken as they are, not trained further",
     "paper_*": "random first weights, where the paper's were pretrained on ImageNet",
 }
 

@@ -122,8 +122,8 @@ class Sheet:
 
         In the symbols of the theorem, certified means: in every window, t_y - D_k > max_v a_y(v) for all but k - 1
         rivals. That maximum is at most the heaviest mask H, and at least H less what y has in the window. D_k is t_k
-        for masks that are the windows, all of one size: filled up, a window outweighs every mask. Of unions, which are
-        smaller where boxes overlap, the largest decide: who owns one of them owns those inside it. For larger masks
+        for masks that are the windows, all of one size: no mask outweighs a window that is filled up. Of unions, which
+        are smaller where boxes overlap, the largest decide: who owns one of them owns those inside it. For larger masks
         D_k is what the heaviest covering mask leaves of the whole, where a row or a column of the window, filled up to
         the ceiling, outweighs any mask: a mask that does not cover the window misses one. None where no case holds.
         """

@@ -122,12 +122,6 @@ def test_the_residual_enters_at_the_near_corner_of_the_field():
         assert (seen == reached(seen.shape, pixel, size=3, stride=8, first=0)).all(), pixel
 
 
-def test_the_stem_keeps_slow_statistics():
-    model = bagnet9(classes=2, width=0.05)
-    assert model.bn1.momentum == 0.001
-    assert model.layer1[0].bn1.momentum == 0.1
-
-
 @pytest.mark.parametrize(("height", "width"), [(16, 40), (40, 16)])
 def test_an_image_smaller_than_the_field_is_refused(height, width):
     model = bagnet17(classes=2, width=0.05)

@@ -51,6 +51,25 @@ def test_the_traced_field_agrees_with_the_arithmetic(field, stride):
     assert list(zip(rows.starts, rows.lengths, strict=True)) == expected
 
 
+@pytest.mark.parametrize(("field", "widths"), [(5, (4, 8)), (7, THIN), (9, (4, 4, 4)), (13, THIN)])
+def test_cells_that_are_kept_are_what_they_were(field, widths):
+    model = fresh(Srf, classes=3, field=field, widths=widths)
+    image = picture(21, 24)
+    with torch.inference_mode():
+        whole = model(image)
+        model.keep_every(2)
+        torch.testing.assert_close(model(image), whole[..., ::2, ::2])
+        model.keep_every(1)
+        assert torch.equal(model(image), whole)
+
+
+def test_a_network_that_looks_around_in_its_stem_alone_leaves_no_cell_out():
+    model = fresh(Srf, classes=3, field=3, widths=(4,))
+    model.keep_every(1)
+    with pytest.raises(InputError, match="`field` must be at least 5"):
+        model.keep_every(2)
+
+
 @pytest.mark.parametrize("stride", [1, 2])
 def test_frozen_statistics_fold_into_the_convolution(stride):
     layer = fresh(ConvNorm, inputs=3, outputs=5, kernel=3, stride=stride)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from patchguard.errors import InputError
-from patchguard.training.curriculum import coarse, rate, shares, stage_at, stages
+from patchguard.training.curriculum import coarse, rate, shares, stage_at, stages, thinned
 from patchguard.training.recipes import RECIPES, cifar10, named, summaries, tiny
 from patchguard.training.trainer import boxes_of_stages
 from patchguard.windows import Windows
@@ -48,6 +48,26 @@ def test_stages_inside_the_warm_up_are_skipped_but_the_last() -> None:
     assert [stage.mask_step for stage in stages(recipe)] == [None, 2]
     assert [stage.mask_step for stage in stages(cifar10().changed({"plain_share": 0}))] == [4, 2]
     assert [stage.mask_step for stage in stages(cifar10().changed({"plain_share": 1}))] == [None]
+
+
+def test_the_stage_in_which_training_stops_being_thin_is_cut_in_two() -> None:
+    def plan(share: float) -> list[tuple[float, int | None, bool]]:
+        recipe = cifar10().changed({**FINER, "thin_share": share})
+        assert sum(part for _, part in shares(recipe)) == pytest.approx(1)
+        return [(stage.start, stage.mask_step, stage.thin) for stage in stages(recipe)]
+
+    dense = [(0.0, None, False), (0.2, 4, False), (0.6, 2, False)]
+    assert plan(0) == dense
+    assert plan(1) == [(start, step, True) for start, step, _ in dense]
+    assert plan(0.2) == [(0.0, None, True), *dense[1:]]
+    assert plan(0.4) == [(0.0, None, True), (0.2, 4, True), (0.4, 4, False), (0.6, 2, False)]
+    assert plan(0.7) == [(0.0, None, True), (0.2, 4, True), (0.6, 2, True), (0.7, 2, False)]
+
+
+def test_a_thin_box_holds_the_even_cells_of_the_box() -> None:
+    boxes = torch.tensor([[a, b, a, b] for a in range(9) for b in range(a, 10)])
+    for (top, bottom, *_), (start, stop, *_) in zip(boxes.tolist(), thinned(boxes).tolist(), strict=True):
+        assert [2 * cell for cell in range(start, stop)] == [cell for cell in range(top, bottom) if cell % 2 == 0]
 
 
 def test_one_cycle_rises_to_its_peak_and_falls_to_almost_nothing() -> None:
@@ -164,7 +184,7 @@ def test_the_paper_retrains_bagnets_twice(dataset: str) -> None:
 def test_masks_of_a_loss_can_be_given_in_cells() -> None:
     recipe = named("paper_cifar10_bn17_provable")
     guard = recipe.guard((32, 32), tuple("abcdefghij"))
-    boxes = boxes_of_stages(recipe, guard, (32, 32), torch.device("cpu"))[1]
+    boxes = boxes_of_stages(recipe, guard, (32, 32), torch.device("cpu"))[1, False]
     assert len(boxes) == 17 * 17
     assert set((boxes[:, 1] - boxes[:, 0]).tolist()) == {6}
 

@@ -14,6 +14,7 @@ from patchguard.data.datasets import hold_out
 from patchguard.errors import InputError
 from patchguard.patch import Patch
 from patchguard.training import checkpoint, loop, run
+from patchguard.training.augment import Draws
 from patchguard.training.curriculum import stages
 from patchguard.training.evaluate import Accuracy, evaluate
 from patchguard.training.trainer import Trainer
@@ -197,18 +198,19 @@ def test_the_best_weights_on_the_way_are_kept_and_forgotten_with_a_stopped_run(t
     model = Trainer(recipe(), stripes(96), device=CPU).guard.model
     best = loop.Best(tmp_path)
     assert (best.state(), best.tensors()) == (None, None)
-    for epoch, (proved, right) in enumerate([(3, 9), (5, 6), (5, 5), (4, 9)], 1):
+    for epoch, (proved, right) in enumerate([(2, 8), (5, 7), (3, 9), (5, 6), (6, 6), (1, 10)], 1):
         model.fc.bias.fill_(epoch)
         best.offer(model, epoch, Accuracy(Patch(2), 10, right, proved))
-    assert best.state() == {"epoch": 2, "score": [5, 6]}
-    assert set(best.tensors()["fc.bias"].tolist()) == {2.0}
-    best.forget_after(2)
+    # Of several of one sum, the one with more proofs.
+    assert best.state() == {"epoch": 5, "score": [12, 6]}
+    assert set(best.tensors()["fc.bias"].tolist()) == {5.0}
+    best.forget_after(5)
     assert best.state() is not None
-    best.forget_after(1)
+    best.forget_after(4)
     assert best.state() is None
 
 
-def test_weights_that_certify_most_held_out_images_are_chosen() -> None:
+def test_the_weights_with_the_best_score_on_held_out_images_are_chosen() -> None:
     trainer, data = Trainer(recipe(), stripes(96), device=CPU), stripes(60, seed=9)
     good = Trainer(recipe(epochs=4), stripes(320), device=CPU)
     for number in range(4):
@@ -216,3 +218,44 @@ def test_weights_that_certify_most_held_out_images_are_chosen() -> None:
     found = run.choose_weights(trainer, data, good.guard.model.state_dict())
     assert found["weights"] == "best"
     assert evaluate(trainer.guard, data, Patch(2)).proved == found["before_rounding"]["best"]["proved"] > 0
+
+
+def test_a_network_that_leaves_cells_out_at_first_learns_and_ends_with_all_of_them() -> None:
+    trainer = Trainer(recipe(epochs=4, thin_share=0.5), stripes(320), device=CPU)
+    seen = []
+    forward = trainer.forward
+
+    def watched(pixels: torch.Tensor) -> torch.Tensor:
+        logits = forward(pixels)
+        seen.append(tuple(logits.shape[2:]))
+        return logits
+
+    trainer.forward = watched
+    for number in range(4):
+        trainer.epoch(number, 4)
+    assert seen == [(8, 8)] * 20 + [(16, 16)] * 20
+    assert evaluate(trainer.guard, stripes(60, seed=9), Patch(2)).clean > 0.8
+
+
+def test_only_networks_that_can_leave_cells_out_are_told_to() -> None:
+    with pytest.raises(InputError, match="`thin_share` must be 0 for bagnet9"):
+        Trainer(recipe(thin_share=0.5, model="bagnet9", model_settings={"width": 0.05}), stripes(96), device=CPU)
+
+
+def test_logits_are_not_clipped_while_training_is_plain() -> None:
+    # Logits far below 0 have no gradient once they are clipped.
+    trainer = Trainer(recipe(epochs=1, low=0.0, plain_share=0.5), stripes(96), device=CPU)
+    images, targets = trainer.feed.first(32)
+    moved = []
+    for stage in stages(trainer.recipe)[:2]:
+        with torch.no_grad():
+            trainer.model.fc.bias.fill_(-100.0)
+        draws = trainer_draws(trainer)
+        trainer.step(images, targets, stage, 0.0, draws)
+        moved.append(float(trainer.model.fc.bias.grad.abs().sum()))
+    assert moved[0] > 0
+    assert moved[1] == 0
+
+
+def trainer_draws(trainer: Trainer) -> Draws:
+    return Draws(torch.Generator().manual_seed(3), 32, trainer.part)

@@ -58,7 +58,7 @@ class BagNet(LocalModel):
         stem = scaled(64, width)
         self.conv1 = nn.Conv2d(3, stem, 1, bias=False)
         self.conv2 = nn.Conv2d(stem, stem, 3, bias=False)
-        self.bn1 = nn.BatchNorm2d(stem, momentum=0.001)
+        self.bn1 = nn.BatchNorm2d(stem)
         inputs, stages = stem, []
         for stage, (blocks, stride, channels) in enumerate(zip(BLOCKS, STRIDES, CHANNELS, strict=True)):
             kernel = 3 if stage < STAGES_WITH_3X3[field] else 1

@@ -66,6 +66,18 @@ class Srf(LocalModel):
         """Return the class scores of every cell."""
         return linear_at_cells(self.fc, self.blocks(F.relu(self.stem(normalized), inplace=True)))
 
+    def keep_every(self, step: int) -> None:
+        """Compute only each `step`-th cell of every row and column, the first included, until told otherwise.
+
+        All convolutions after the last 3x3 one are 1x1 and look at single cells: that one takes the stride, and each
+        cell that is left is what it was. For learning faster; a field that was traced before holds no longer.
+        """
+        looking = [block for block in self.blocks if isinstance(block, Block) and block.look.conv.kernel_size != (1, 1)]
+        if looking:
+            looking[-1].step = step
+        elif step != 1:
+            raise InputError("`field` must be at least 5 pixels for cells to be left out; here only the stem is 3x3.")
+
     def smallest_input(self) -> tuple[int, int]:
         """One field: on smaller images no cell would see only pixels."""
         return self.field_size, self.field_size
@@ -127,6 +139,7 @@ class Block(nn.Module):
         super().__init__()
         self.look = ConvNorm(inputs, inputs, kernel=kernel, stride=stride)
         self.widen = ConvNorm(inputs, outputs)
+        self.step = 1
         self.shortcut: ConvNorm | None = None
         if stride != 1 or inputs != outputs:
             self.shortcut = ConvNorm(inputs, outputs, stride=stride)
@@ -135,8 +148,12 @@ class Block(nn.Module):
         self, inputs: Float[Tensor, "batch inputs height width"]
     ) -> Float[Tensor, "batch outputs rows columns"]:
         """Return the features after this block."""
-        features = self.widen(F.relu(self.look(inputs), inplace=True))
-        features += inputs if self.shortcut is None else self.shortcut(inputs)
+        step = self.step
+        features = self.widen(F.relu(self.look(inputs, step), inplace=True))
+        if self.shortcut is not None:
+            features += self.shortcut(inputs, step)
+        else:
+            features += inputs if step == 1 else inputs[..., ::step, ::step]
         return F.relu(features, inplace=True)
 
 
@@ -157,16 +174,17 @@ class ConvNorm(nn.Module):
         self.norm = nn.BatchNorm2d(outputs)
 
     def forward(
-        self, inputs: Float[Tensor, "batch inputs height width"]
+        self, inputs: Float[Tensor, "batch inputs height width"], step: int = 1
     ) -> Float[Tensor, "batch outputs rows columns"]:
-        """Return the normalised features."""
+        """Return the normalised features, of each `step`-th position only."""
         norm, mean, variance = self.norm, self.norm.running_mean, self.norm.running_var
+        stride, padding = self.conv.stride[0] * step, self.conv.padding[0]
         if self.training or mean is None or variance is None:
-            normalized: Tensor = norm(self.conv(inputs))
+            normalized: Tensor = norm(F.conv2d(inputs, self.conv.weight, stride=stride, padding=padding))
             return normalized
         scale = norm.weight * torch.rsqrt(variance + norm.eps)
         weight, bias = self.conv.weight * scale[:, None, None, None], norm.bias - scale * mean
-        return F.conv2d(inputs, weight, bias, stride=self.conv.stride, padding=self.conv.padding[0])
+        return F.conv2d(inputs, weight, bias, stride=stride, padding=padding)
 
 
 def srf(

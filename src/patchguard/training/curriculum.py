@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
+from jaxtyping import Int64
+from torch import Tensor
 
 from patchguard.errors import InputError
 from patchguard.training.recipe import Recipe
@@ -18,11 +20,13 @@ FINAL_RATE = 1e-3  # of the peak, at the last step of one cycle
 class Stage:
     """A part of training with one loss; `mask_step` of None is the plain warm-up.
 
-    `radius` is the share of its way to 0 and to 1 that a pixel under the patch goes in interval bounds.
+    `thin` leaves out every second row and column of cells. `radius` is the share of its way to 0 and to 1 that a pixel
+    under the patch goes in interval bounds.
     """
 
     start: float
     mask_step: int | None
+    thin: bool = False
     radius: float = 1.0
 
 
@@ -32,7 +36,16 @@ def stages(recipe: Recipe) -> list[Stage]:
     masked = [Stage(max(start, recipe.plain_share), step) for start, step in recipe.mask_steps]
     # Of several stages that the warm-up has swallowed, only the last still happens.
     last = {stage.start: stage for stage in masked if stage.start < 1}
-    return [*plain, *last.values()]
+    return _thinned([*plain, *last.values()], recipe.thin_share)
+
+
+def _thinned(plan: list[Stage], share: float) -> list[Stage]:
+    """Let the first `share` of training be thin; the stage in which that ends is cut in two."""
+    before = [replace(stage, thin=True) for stage in plan if stage.start < share]
+    after = [stage for stage in plan if stage.start >= share]
+    if before and share < 1 and not (after and after[0].start == share):
+        after = [replace(before[-1], start=share, thin=False), *after]
+    return [*before, *after]
 
 
 def stage_at(recipe: Recipe, progress: float) -> Stage:
@@ -77,6 +90,11 @@ def coarse(windows: Windows, step: int) -> Windows:
     return Windows(
         grid=windows.grid, rows=_hulls(windows.rows, step), columns=_hulls(windows.columns, step), count=windows.count
     )
+
+
+def thinned(boxes: Int64[Tensor, "masks 4"]) -> Int64[Tensor, "masks 4"]:
+    """Return each box on the grid of every second cell, the first included: the cells of it that lie in the box."""
+    return -(-boxes // 2)
 
 
 def _hulls(intervals: tuple[Interval, ...], step: int) -> tuple[Interval, ...]:

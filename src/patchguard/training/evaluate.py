@@ -36,6 +36,11 @@ class Accuracy:
         """Share of images whose defended label is the target and cannot be changed by the patch."""
         return self.proved / self.count
 
+    @property
+    def score(self) -> tuple[int, int]:
+        """What chooses among weights: an image counts for a right label, and once more for its proof."""
+        return self.right + self.proved, self.proved
+
     def to_json(self) -> dict[str, Any]:
         """Return counts and shares as JSON values."""
         return {**asdict(self), "clean": self.clean, "certified": self.certified}

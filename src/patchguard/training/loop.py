@@ -155,7 +155,7 @@ def run(
 @final
 @dataclass(frozen=True)
 class Best:
-    """The averaged weights that certified most held-out images on the way, in a file of their own."""
+    """The averaged weights with the best score on held-out images on the way, in a file of their own."""
 
     folder: Path
 
@@ -165,8 +165,8 @@ class Best:
         return self.folder / "best.safetensors"
 
     def offer(self, model: nn.Module, epoch: int, accuracy: Accuracy) -> None:
-        """Keep the weights of `epoch` if they are better than those kept; among equals, the one with more right."""
-        score = [accuracy.proved, accuracy.right]
+        """Keep the weights of `epoch` if they are better than those kept."""
+        score = list(accuracy.score)
         kept = self.state()
         if kept is None or score > kept["score"]:
             metadata = {"state": json.dumps({"epoch": epoch, "score": score})}

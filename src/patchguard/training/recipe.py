@@ -45,9 +45,11 @@ class Recipe:
     Shares (`plain_share`, `warm_up`, the starts of `mask_steps`) are parts of all epochs, so that a recipe keeps its
     shape when `epochs` changes. `mask_steps` lists (start, step): from `start` on, losses search the worst place among
     masks that each hold `step` x `step` neighbouring windows of the patch; 1 is every window. The first `plain_share`
-    of training uses the plain loss alone. `ema` is the decay per step of the weight average that is evaluated and
-    saved; 0 takes the last weights. `held_out` training images choose settings and checkpoints: a number of them, or,
-    below 1, a share; 0 learns from all.
+    of training uses the plain loss alone, of logits that are not clipped: clipped, those of a random network are mostly
+    0, and some networks never get away from there. For the first `thin_share` an `srf` network computes only every
+    second cell of each row and column, in less than half of the time. `ema` is the decay per step of the weight average
+    that is evaluated and saved; 0 takes the last weights. `held_out` training images choose settings and checkpoints: a
+    number of them, or, below 1, a share; 0 learns from all.
 
     `evidence` is the kind that the defense sees and the losses train: logits clipped from below at `low`, confidence,
     or votes. With `regions` above 0, an ablation learns from so many random regions of each image in place of all.
@@ -86,6 +88,7 @@ class Recipe:
     trust: float = 0.5
     temperature: float = 3.0
     plain_share: float = 0.2
+    thin_share: float = 0.0
     mask_steps: tuple[tuple[float, int], ...] = ((0.0, 4),)
     mask_cells: int | None = None
     epochs: int = 60
@@ -126,6 +129,7 @@ class Recipe:
             _number(self, name, least=0)
         for name in (
             "plain_share",
+            "thin_share",
             "warm_up",
             "momentum",
             "label_smoothing",

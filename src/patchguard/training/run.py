@@ -209,7 +209,7 @@ def conclude(trainer: Trainer, out: Path, held_out: Dataset, test: Dataset | Non
 
 
 def choose_weights(trainer: Trainer, held_out: Dataset, best: dict[str, Tensor] | None) -> dict[str, Any]:
-    """Leave in the trainer's Guard those weights, averaged, last or best on the way, that certify most held-out images.
+    """Leave in the trainer's Guard those weights, averaged, last or best on the way, with the best held-out score.
 
     The held-out accuracy of the chosen ones is then a little too good; that of the test set is not.
     """
@@ -222,7 +222,7 @@ def choose_weights(trainer: Trainer, held_out: Dataset, best: dict[str, Tensor] 
     for name, tensors in found.items():
         model.load_state_dict(tensors)
         measured[name] = evaluate(trainer.guard, held_out, trainer.recipe.patch)
-    chosen = max(measured, key=lambda name: (measured[name].proved, measured[name].right))
+    chosen = max(measured, key=lambda name: measured[name].score)
     model.load_state_dict(found[chosen])
     return {"weights": chosen, "before_rounding": {name: each.to_json() for name, each in measured.items()}}
 

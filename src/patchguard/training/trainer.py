@@ -19,10 +19,11 @@ from patchguard.guard import Guard
 from patchguard.interval import IntervalGuard
 from patchguard.models.ablation import Ablation
 from patchguard.models.interval_cnn import IntervalCnn
+from patchguard.models.srf import Srf
 from patchguard.runtime import derived_seed
 from patchguard.training import losses
 from patchguard.training.augment import Draws, augmented, mixed, recoloured, resized_crop
-from patchguard.training.curriculum import Stage, coarse, rate, stage_at, stages
+from patchguard.training.curriculum import Stage, coarse, rate, stage_at, stages, thinned
 from patchguard.training.feed import feed_of
 from patchguard.training.initial import start_from, teacher_of
 from patchguard.training.interval_loss import Outlook, drawn, worst_scores
@@ -86,11 +87,14 @@ class Trainer:
             self.network = self.model.backbone
         if runtime.world_size() > 1:
             self.network = DistributedDataParallel(self.network, broadcast_buffers=False)
+        if recipe.thin_share > 0 and not isinstance(self.model, Srf):
+            raise InputError(f"`thin_share` must be 0 for {recipe.model}: only srf networks can leave cells out.")
         self.forward: Any = self.network
         self.optimizer = self._optimizer()
         self.steps_done = 0
-        if compile_mode is not None:
-            self._compile(compile_mode)
+        self.compile_mode = compile_mode
+        self.thin: bool | None = None  # not yet turned to a stage
+        self._turn_to(stages(recipe)[0])
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
@@ -108,6 +112,7 @@ class Trainer:
         generator = self._generator(_EPOCH, number)
         draws = Draws(generator, batch_size, self.part)
         stage = stage_at(self.recipe, number / epochs)
+        self._turn_to(stage)
         totals = torch.zeros(2, device=self.device)
         done = 0
         for images, target in self.feed.epoch(number, batch_size, self.part, generator):
@@ -163,10 +168,10 @@ class Trainer:
         """Return the loss on evidence maps, and the mean logits."""
         recipe = self.recipe
         local_logits = self._local_logits(self.preprocess(images), draws).float()
-        weights = {"plain": 1.0} if stage.mask_step is None else recipe.weights
-        boxes = self.boxes[stage.mask_step]
+        weights, low = (recipe.weights, recipe.low) if stage.mask_step is not None else ({"plain": 1.0}, None)
+        boxes = self.boxes[stage.mask_step, stage.thin]
         with torch.autocast(self.device.type, enabled=False):
-            loss = losses.mixed(weights, local_logits, target, boxes, kind=recipe.evidence, low=recipe.low, goal=goal)
+            loss = losses.mixed(weights, local_logits, target, boxes, kind=recipe.evidence, low=low, goal=goal)
         return loss, local_logits.detach().mean((2, 3))
 
     def _bounded(
@@ -258,17 +263,26 @@ class Trainer:
 
     # -- speed ---------------------------------------------------------------------------------------------------------
 
-    def _compile(self, mode: str) -> None:
-        self.forward = torch.compile(self.network, mode=mode)
-        try:
-            self.trial(stages(self.recipe)[0], steps=1)
-        except Exception as error:
-            logger.warning("training goes on without torch.compile, which failed: %s", str(error).strip()[:500])
-            self.forward = self.network
-            self.trial(stages(self.recipe)[0], steps=1)
+    def _turn_to(self, stage: Stage) -> None:
+        """Let the network compute the cells that `stage` looks at, compiled where that is wanted."""
+        if stage.thin == self.thin:
+            return
+        self.thin = stage.thin
+        if isinstance(self.model, Srf):
+            self.model.keep_every(2 if stage.thin else 1)
+        if self.compile_mode is not None:
+            torch.compiler.reset()
+            self.forward = torch.compile(self.network, mode=self.compile_mode)
+            try:
+                self.trial(stage, steps=1)
+            except Exception as error:
+                logger.warning("training goes on without torch.compile, which failed: %s", str(error).strip()[:500])
+                self.forward, self.compile_mode = self.network, None
+                self.trial(stage, steps=1)
 
     def trial(self, stage: Stage, steps: int) -> float:
         """Return the seconds that one step of `stage` takes; all that was learned meanwhile is forgotten."""
+        self._turn_to(stage)
         before = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         averaged = {name: tensor.clone() for name, tensor in self.guard.model.state_dict().items()}
         done, optimizer = self.steps_done, self.optimizer
@@ -335,15 +349,20 @@ def part_of(batch_size: int) -> slice:
 
 def boxes_of_stages(
     recipe: Recipe, guard: Guard[Any] | IntervalGuard, size: tuple[int, int], device: torch.device
-) -> dict[int | None, Int64[Tensor, "_masks 4"]]:
-    """Return the masks of each stage; none where no loss looks at them."""
+) -> dict[tuple[int | None, bool], Int64[Tensor, "_masks 4"]]:
+    """Return the masks of each stage, by its step and whether it is thin; none where no loss looks at them."""
+    plan = [(stage.mask_step, stage.thin) for stage in stages(recipe)]
     if isinstance(guard, IntervalGuard) or not losses.needs_masks(recipe.weights):
-        return {stage.mask_step: torch.empty(0, 4, dtype=torch.int64, device=device) for stage in stages(recipe)}
+        return {key: torch.empty(0, 4, dtype=torch.int64, device=device) for key in plan}
     windows = guard.windows(recipe.patch, *size)
     if recipe.mask_cells is not None:
         side = recipe.mask_cells
         windows = Windows.sliding(grid=windows.grid, size=(min(side, windows.grid[0]), min(side, windows.grid[1])))
-    return {stage.mask_step: losses.boxes_of(coarse(windows, stage.mask_step or 1), device) for stage in stages(recipe)}
+    found = {}
+    for step, thin in plan:
+        boxes = losses.boxes_of(coarse(windows, step or 1), device)
+        found[step, thin] = thinned(boxes) if thin else boxes
+    return found
 
 
 def _below(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

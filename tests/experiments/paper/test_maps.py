@@ -89,27 +89,50 @@ def test_a_damaged_folder_is_made_anew(context, passes, caplog, harm):
     assert [path.name for path in (context.cache / "maps").iterdir()] == [folder.name]
 
 
-def test_a_run_that_dies_leaves_nothing_behind(context, monkeypatch):
-    def die(self, images):
-        raise KeyboardInterrupt
-
+def test_a_run_that_is_killed_loses_one_block_at_most(context, passes, monkeypatch):
+    whole = np.array(context.maps("cifar10_mask_srf", "cifar10").local_logits)
+    cache = context.cache.with_name("other")
+    monkeypatch.setattr(maps_on_disk, "BLOCK", 5)
+    put(again(context, cache=cache), "cifar10_mask_srf", thin_guard())
+    passes.clear()
     with monkeypatch.context() as patched:
-        patched.setattr(Guard, "local_logits", die)
+        forward = Guard.local_logits
+        patched.setattr(Guard, "local_logits", lambda self, images: _killed() if passes else forward(self, images))
+        with pytest.raises(KeyboardInterrupt):
+            again(context, cache=cache).maps("cifar10_mask_srf", "cifar10")
+    (parts,) = (cache / "maps").iterdir()
+    assert [path.name for path in parts.iterdir()] == ["000000000.npz"]
+    found = again(context, cache=cache).maps("cifar10_mask_srf", "cifar10")
+    assert sum(passes) == IMAGES
+    assert np.array_equal(found.local_logits, whole)
+    assert [path.name for path in (cache / "maps").iterdir()] == [parts.name[1:].removesuffix(".parts")]
+
+
+def test_a_damaged_block_is_computed_again(context, passes, monkeypatch):
+    monkeypatch.setattr(maps_on_disk, "BLOCK", 5)
+    with monkeypatch.context() as patched:
+        patched.setattr(maps_on_disk, "_join", _killed)
         with pytest.raises(KeyboardInterrupt):
             context.maps("cifar10_mask_srf", "cifar10")
-    assert list((context.cache / "maps").iterdir()) == []
-    assert len(context.maps("cifar10_mask_srf", "cifar10")) == IMAGES
+    (parts,) = (context.cache / "maps").iterdir()
+    first, second, *_ = sorted(parts.iterdir())
+    first.write_bytes(first.read_bytes()[:-50])
+    content = bytearray(second.read_bytes())
+    content[200] ^= 1
+    second.write_bytes(content)
+    context.maps("cifar10_mask_srf", "cifar10")
+    assert sum(passes) == IMAGES + 10
 
 
 def test_what_a_killed_process_of_the_same_number_left_is_no_hindrance(context, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(maps_on_disk.shutil, "rmtree", lambda *words, **more: None)
-        patched.setattr(maps_on_disk.os, "replace", _killed)
+        patched.setattr(maps_on_disk, "_digest", _killed)
         with pytest.raises(KeyboardInterrupt):
             context.maps("cifar10_mask_srf", "cifar10")
     assert list((context.cache / "maps").glob(".*.draft"))
     assert len(context.maps("cifar10_mask_srf", "cifar10"))
-    assert not list((context.cache / "maps").glob(".*.draft"))
+    assert not list((context.cache / "maps").glob(".*"))
 
 
 def _killed(*words):

@@ -4,11 +4,11 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import torch
-from jaxtyping import Float, Int64
 from torch import Tensor
 
 from patchguard import runtime, zoo
@@ -31,7 +31,7 @@ from patchguard.training import recipes
 
 logger = logging.getLogger(__name__)
 
-AT_ONCE = {"cpu": 64, "cuda": 512}
+AT_ONCE = {"cpu": 64, "cuda": 256}
 
 Progress = Callable[[str, int, int], None]  # what is counted, how many are done, of how many: 0 if not known
 
@@ -197,7 +197,8 @@ class Context:
         stored = maps_on_disk.read(folder, about)
         taken = guard if prepare is None else replace(guard, preprocess=Preprocess())
         if stored is None:
-            maps_on_disk.write(folder, about, len(source), self._logits(source, taken, prepare), self._told(about))
+            made = partial(self._block, source, taken, prepare)
+            maps_on_disk.write(folder, about, len(source), made, self._told(about))
             stored = maps_on_disk.read(folder, about)
             assert stored is not None
         return Maps(
@@ -227,29 +228,33 @@ class Context:
                 return (height, width) if prepare is None else prepare.output_size(height, width)
         raise InputError(f"none of the {len(source)} images can be read. Check the files.")
 
-    def _logits(
-        self, source: Source, guard: Guard[Any], prepare: Preprocess | None
-    ) -> Iterator[tuple[Float[Tensor, "some classes rows columns"], Int64[Tensor, " some"]]]:
-        """Yield the logits of all images that can be read, in order."""
+    def _block(
+        self, source: Source, guard: Guard[Any], prepare: Preprocess | None, places: range
+    ) -> maps_on_disk.Block | None:
+        """Return the logits of all images of `places` that can be read, in order."""
         assert source.targets is not None
         guard.model.to(device=self.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         at_once = self.batch_size or AT_ONCE.get(self.device.type, 256)
+        found: list[int] = []
         images: list[Tensor] = []
-        targets: list[int] = []
+        logits: list[Tensor] = []
         try:
-            for place, image in enumerate(decoded(source)):
+            for place, image in zip(places, decoded(source.subset(places)), strict=True):
                 if isinstance(image, Unreadable):
                     logger.warning("left out: %s", image)
                 else:
                     pixels = image[None].to(self.device).float() / 255
                     with runtime.full_precision(self.device):
                         images.append(pixels if prepare is None else prepare(pixels))
-                    targets.append(source.targets[place])
-                if len(images) == at_once or (images and place == len(source) - 1):
-                    yield guard.local_logits(torch.cat(images)), torch.tensor(targets)
-                    images, targets = [], []
+                    found.append(place)
+                if len(images) == at_once or (images and place == places[-1]):
+                    logits.append(guard.local_logits(torch.cat(images)).cpu())
+                    images = []
         finally:
             guard.model.to("cpu")
+        if not found:
+            return None
+        return maps_on_disk.Block(found, torch.cat(logits), torch.tensor([source.targets[place] for place in found]))
 
 
 def _in_zoo(name: str) -> Path | None:

@@ -6,8 +6,9 @@
         targets.npy   the true classes
         maps.json     the key in words, the places of the sample, SHA-256 of the three files; written last
 
-A folder under its final name is complete; one whose files do not match their digests is made anew. Certificates on
-maps are about the rounded numbers in them: `Maps.sample` says how many answers the rounding changes.
+A folder under its final name is complete; one whose files do not match their digests is made anew. While it is made,
+blocks of 256 images lie in .<model>-<set>-<key>.parts/, so that a killed process loses one block at most. Certificates
+on maps are about the rounded numbers in them: `Maps.sample` says how many answers the rounding changes.
 """
 
 import hashlib
@@ -15,7 +16,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +38,7 @@ from patchguard.windows import Windows
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+BLOCK = 256  # images that are computed and kept together
 CHECKED = 256  # images whose logits are kept in float32, too
 ELEMENTS = {"cpu": 2**22, "cuda": 2**26}  # logits handled at once
 IMAGES = {"cpu": 1024, "cuda": 2**20}  # at most: small maps, too, are shared by all cores
@@ -143,47 +146,98 @@ def read(folder: Path, about: Mapping[str, Any]) -> Stored | None:
     return None
 
 
-def write(folder: Path, about: Mapping[str, Any], count: int, batches: Batches, done: Callable[[int], None]) -> None:
-    """Write a folder of maps of at most `count` images, all or nothing."""
+@final
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Local logits of those of some neighbouring images that can be read, and the places of these among all."""
+
+    places: list[int]
+    local_logits: Float[Tensor, "some classes rows columns"]
+    targets: Int64[Tensor, " some"]
+
+
+def write(
+    folder: Path,
+    about: Mapping[str, Any],
+    count: int,
+    made: Callable[[range], Block | None],
+    done: Callable[[int], None],
+) -> None:
+    """Write a folder of maps of at most `count` images; `made` computes those of a range, None where none can be read.
+
+    Blocks of an earlier process that was killed are taken over.
+    """
+    parts = folder.with_name(f".{folder.name}.parts")
+    wanted = set(spread(min(CHECKED, count), count))
+    try:
+        parts.mkdir(parents=True, exist_ok=True)
+        paths = []
+        for first in range(0, count, BLOCK):
+            path, places = parts / f"{first:09d}.npz", range(first, min(first + BLOCK, count))
+            if not _whole(path):
+                _keep(path, made(places), wanted, str(about["model"]))
+            paths.append(path)
+            done(places.stop)
+        _join(folder, about, paths)
+        shutil.rmtree(parts, ignore_errors=True)
+    except OSError as error:
+        raise InputError(f"`--cache` must be a folder with room for maps; {folder}: {error.strerror}.") from None
+
+
+def _whole(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip() is None
+    except (FileNotFoundError, zipfile.BadZipFile):
+        return False
+
+
+def _keep(path: Path, block: Block | None, wanted: set[int], model: str) -> None:
+    """Write one block, all or nothing: maps, classes, and some maps as they were, with their numbers in the block."""
+    arrays: dict[str, np.ndarray] = {}
+    if block is not None:
+        half = block.local_logits.half()
+        if not bool(half.isfinite().all()):
+            raise InputError(f"the logits of {model} do not fit float16 (65504 at most).")
+        chosen = [number for number, place in enumerate(block.places) if place in wanted]
+        exact = block.local_logits[chosen].float()
+        arrays = {"maps": half.numpy(), "targets": block.targets.numpy(), "exact": exact.numpy()}
+        arrays["chosen"] = np.array(chosen, dtype=np.int64)
+    draft = path.with_suffix(f".{os.getpid()}.draft")
+    with open(draft, "wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    os.replace(draft, path)
+
+
+def _join(folder: Path, about: Mapping[str, Any], paths: Sequence[Path]) -> None:
+    """Make the folder of its blocks, all or nothing."""
     draft = folder.with_name(f".{folder.name}.{os.getpid()}.draft")
     try:
         shutil.rmtree(draft, ignore_errors=True)  # of a killed process that had our number
-        draft.mkdir(parents=True)
-        places, targets, maps, filled = spread(min(CHECKED, count), count), [], None, 0
-        wanted, kept, sample = set(places), [], []
-        for local_logits, target in batches:
-            plain = local_logits.cpu()
-            if maps is None:
-                shape = (count, *plain.shape[1:])
-                maps = open_memmap(draft / "maps.npy", mode="w+", dtype=np.float16, shape=shape)
-            half = plain.half()
-            if not bool(half.isfinite().all()):
-                raise InputError(f"the logits of {about['model']} do not fit float16 (65504 at most).")
-            maps[filled : filled + len(half)] = half.numpy()
-            for place in range(filled, filled + len(half)):
-                if place in wanted:
-                    kept.append(place)
-                    sample.append(plain[place - filled].float().numpy())
-            targets.append(target.cpu())
+        draft.mkdir()
+        blocks = [block for block in map(np.load, paths) if block.files]
+        if not blocks:
+            raise InputError(f"none of the {about['images']} images of {about['data']} can be read. Check the files.")
+        targets = np.concatenate([block["targets"] for block in blocks])
+        shape = (len(targets), *blocks[0]["maps"].shape[1:])
+        maps = open_memmap(draft / "maps.npy", mode="w+", dtype=np.float16, shape=shape)
+        kept: list[int] = []
+        filled = 0
+        for block in blocks:
+            half = block["maps"]
+            maps[filled : filled + len(half)] = half
+            kept += [filled + int(number) for number in block["chosen"]]
             filled += len(half)
-            done(filled)
-        if maps is None:
-            raise InputError(f"none of the {count} images of {about['data']} can be read. Check the files.")
         maps.flush()
-        if filled < count:  # images that could not be read
-            np.save(draft / "fewer.npy", maps[:filled])
-            os.replace(draft / "fewer.npy", draft / "maps.npy")
         del maps
-        np.save(draft / "sample.npy", np.stack(sample))
-        np.save(draft / "targets.npy", torch.cat(targets).numpy())
+        np.save(draft / "sample.npy", np.concatenate([block["exact"] for block in blocks]))
+        np.save(draft / "targets.npy", targets)
         digests = {name: _digest(draft / name) for name in FILES}
         described = {"about": dict(about), "digests": digests, "sample_places": kept, "images": filled}
         (draft / "maps.json").write_text(json.dumps(described, indent=1) + "\n")
         with suppress(FileNotFoundError):
             shutil.rmtree(folder)
         os.replace(draft, folder)
-    except OSError as error:
-        raise InputError(f"`--cache` must be a folder with room for maps; {folder}: {error.strerror}.") from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from patchguard.attacks.objectives import LEAK
 from patchguard.certificate import Prediction
 from patchguard.data.images import check_images
 from patchguard.defenses.base import Defense
@@ -35,7 +36,6 @@ from patchguard.runtime import full_precision, placement
 PUBLISHED_SIDE = 224  # pixels that the published window sizes are for; smaller images get smaller windows
 
 SURROGATES = ("chain", "smooth")
-LEAK = 0.1  # share of the gradient that passes where the rule lets none through
 
 Map = Float[Tensor, "batch height width"]
 Region = Bool[Tensor, "batch height width"]

@@ -110,10 +110,10 @@ def cifar10_mask_bn17_provable() -> Recipe:
         weights={"provable": 0.7, "plain": 0.3},
         # 15 x 15 windows are few enough to be searched one by one.
         mask_steps=((0.0, 1),),
+        plain_share=0.4,
         **_TAUGHT,
-        batch_size=256,
-        peak_rate=0.1,
-        epochs=16,
+        peak_rate=0.2,
+        epochs=20,
     )
 
 
@@ -126,8 +126,8 @@ def cifar10_mask_bn17() -> Recipe:
             "weights": {"robust_masking": 0.7, "plain": 0.3},
             "plain_share": 0.0,
             "mask_steps": [[0.0, 2], [0.6, 1]],
-            "peak_rate": 0.05,
-            "epochs": 6,
+            "peak_rate": 0.1,
+            "epochs": 8,
         }
     )
 

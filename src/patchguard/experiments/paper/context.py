@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from patchguard import runtime, zoo
-from patchguard.data.catalog import CATALOG, data_root
+from patchguard.data.catalog import data_root
 from patchguard.data.decode import Unreadable
 from patchguard.data.loading import decoded
 from patchguard.data.preprocess import Preprocess, Resize
@@ -66,9 +66,7 @@ class Context:
         try:
             source = open_source(dataset, self.data_root)
         except InputError as error:
-            how = f"patchguard data get {dataset} --root {data_root(self.data_root)}"
-            known = dataset in CATALOG and "patchguard data get" not in str(error)
-            raise Missing(f"no {dataset} here: {error}{' ' + how if known else ''}") from None
+            raise Missing(f"no {dataset} here: {error}") from None
         if source.targets is None:
             raise InputError(f"`dataset` must have classes to be right or wrong about; {dataset} has none.")
         return source if self.limit is None else source.limited(self.limit, self.seed)

@@ -49,6 +49,21 @@ def literal_double_masking(evidence: torch.Tensor, target: int, boxes: list[tupl
     return loss
 
 
+def literal_claims(evidence: torch.Tensor, target: int, boxes: list[tuple[int, ...]]) -> float:
+    worst, loss = math.inf, math.nan
+    for one in boxes:
+        best, there = -math.inf, math.nan
+        for two in boxes:
+            seen = ALL - cells(one) - cells(two)
+            scores = [total(each, seen) for each in evidence]
+            lead = scores[target] - max(score for k, score in enumerate(scores) if k != target)
+            if lead > best:
+                best, there = lead, cross_entropy([score / len(seen) for score in scores], target)
+        if best < worst:
+            worst, loss = best, there
+    return loss
+
+
 def literal_provable(evidence: torch.Tensor, target: int, boxes: list[tuple[int, ...]]) -> float:
     window = max(boxes, key=lambda box: total(evidence[target], cells(box)))
     seen = ALL - cells(window)
@@ -69,6 +84,7 @@ def literal_robust_masking(evidence: torch.Tensor, target: int, boxes: list[tupl
 
 LITERAL = {
     "double_masking": (literal_double_masking, None),
+    "claims": (literal_claims, None),
     "provable": (literal_provable, 0.0),
     "robust_masking": (literal_robust_masking, 0.0),
 }
@@ -128,8 +144,10 @@ def test_the_worst_pair_does_not_depend_on_how_many_sums_are_held_at_once(monkey
     evidence, target = drawn(6)
     boxes = losses.boxes_of(MASKS[0])
     pair, windows = losses.worst_pair(evidence, target, boxes), losses.worst_window(evidence, target, boxes)
+    claim = losses.wrong_claim(evidence, target, boxes)
     monkeypatch.setattr(losses, "ELEMENTS", 7 * BATCH * CLASSES)
     assert torch.equal(losses.worst_pair(evidence, target, boxes), pair)
+    assert torch.equal(losses.wrong_claim(evidence, target, boxes), claim)
     assert all(torch.equal(a, b) for a, b in zip(losses.worst_window(evidence, target, boxes), windows, strict=True))
 
 

@@ -99,6 +99,20 @@ def double_masking(evidence: Map, target: Targets, boxes: Boxes, goal: Goal = PL
     return goal(mean_outside(evidence, pair), target)
 
 
+def claims(evidence: Map, target: Targets, boxes: Boxes, goal: Goal = PLAIN) -> Scalar:
+    r"""Cross-entropy at the pair of masks that a wrong claim of double masking would lose first.
+
+        A(m)    = max over masks m' of  min over k != y of  (S_y - S_k)(outside m and m')
+        (m, m') = argmin over m of A(m), and the m' that attains it
+        loss    = CE( S(outside m and m') / number of cells outside )
+
+    A mask m is believed against the majority only if its label holds behind every second mask. Where A(m) > 0 for every
+    m, the target leads behind one of them, and no other label is believed: what costs double masking clean accuracy.
+    """
+    pair = wrong_claim(evidence, target, boxes)
+    return goal(mean_outside(evidence, pair), target)
+
+
 def provable(evidence: Map, target: Targets, boxes: Boxes, goal: Goal = PLAIN) -> Scalar:
     """Provable adversarial training: hide, from every class, the window that says most for the target.
 
@@ -132,6 +146,7 @@ LOSSES: dict[str, Loss] = {
     "plain": plain,
     "local": local,
     "double_masking": double_masking,
+    "claims": claims,
     "provable": provable,
     "robust_masking": robust_masking,
 }
@@ -197,19 +212,36 @@ def check_weights(weights: Mapping[str, float]) -> None:
 @torch.no_grad()
 def worst_pair(evidence: Map, target: Targets, boxes: Boxes) -> Int64[Tensor, "batch 2 4"]:
     """Return, per image, the two masks outside which the target's lead over its best rival is smallest."""
+    first, second = torch.triu_indices(len(boxes), len(boxes), device=boxes.device)
+    found = pair_leads(evidence, target, boxes, first, second).argmin(0)
+    return torch.stack([boxes[first[found]], boxes[second[found]]], 1)
+
+
+@torch.no_grad()
+def wrong_claim(evidence: Map, target: Targets, boxes: Boxes) -> Int64[Tensor, "batch 2 4"]:
+    """Return, per image, the mask that a second one brings back to the target's side least, and that second one."""
+    count = len(boxes)
+    first, second = torch.triu_indices(count, count, device=boxes.device)
+    number = torch.zeros(count, count, dtype=torch.int64, device=boxes.device)
+    number[first, second] = number[second, first] = torch.arange(len(first), device=boxes.device)
+    leads = pair_leads(evidence, target, boxes, first, second).index_select(0, number.flatten())
+    best, which = leads.view(count, count, -1).max(1)  # masks, batch
+    mask = best.argmin(0)
+    return torch.stack([boxes[mask], boxes[which.gather(0, mask.unsqueeze(0)).squeeze(0)]], 1)
+
+
+def pair_leads(
+    evidence: Map, target: Targets, boxes: Boxes, first: Int64[Tensor, " pairs"], second: Int64[Tensor, " pairs"]
+) -> Float[Tensor, "pairs batch"]:
+    """Return the target's lead over its best rival outside each pair of boxes."""
     table = integral(evidence)
     whole, single = table[-1], over(table, boxes, evidence.shape[3])  # classes, batch; masks, classes, batch
-    first, second = torch.triu_indices(len(boxes), len(boxes), device=boxes.device)
     at_once = max(1, ELEMENTS // whole.numel())
-    smallest = torch.full_like(whole[0], torch.inf)
-    found = torch.zeros_like(target)
-    for start in range(0, len(first), at_once):
-        one, two = first[start : start + at_once], second[start : start + at_once]
+    leads = []
+    for one, two in zip(torch.split(first, at_once), torch.split(second, at_once), strict=True):
         shared = over(table, intersection(boxes[one], boxes[two]), evidence.shape[3])
-        lead, place = margin(whole - single[one] - single[two] + shared, target).min(0)
-        found = torch.where(lead < smallest, start + place, found)
-        smallest = torch.minimum(smallest, lead)
-    return torch.stack([boxes[first[found]], boxes[second[found]]], 1)
+        leads.append(margin(whole - single[one] - single[two] + shared, target))
+    return torch.cat(leads)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from tiny import pictures
 
 from patchguard.attacks import ATTACKS, Adaptive, Attack, Called, Colours, Copy, Noise, PatchPGD, build
 from patchguard.attacks.base import covered, eight_bits
+from patchguard.attacks.universal_patch import apply_patch
 from patchguard.errors import InputError
 from patchguard.guard import Guard
 from patchguard.patch import Patch
@@ -134,6 +136,26 @@ def test_input_is_checked_before_any_work() -> None:
         Noise()(victim, images, target, Patch(2), aim=True)
     with pytest.raises(InputError, match="`numbers`"):
         Noise()(victim, images, target, Patch(2), numbers=[1])
+
+
+def test_things_of_another_kind_are_named(unchecked) -> None:
+    victim = guard("undefended")
+    images, target = paintings(4)
+    with pytest.raises(InputError, match=r"must be a Patch, such as Patch\(5\); got 5"):
+        Noise()(victim, images, target, 5)
+    with pytest.raises(InputError, match="a method `predict`, as a Guard has; got object"):
+        Noise()(object(), images, target, Patch(2))
+    for places in (torch.zeros(4, 2), torch.zeros(3, 1, 2), torch.zeros(4, 1, 3), [[0, 0]] * 4):
+        with pytest.raises(InputError, match=r"\(images, patches, 2\) with 4 images here"):
+            apply_patch(torch.zeros(3, 4, 4), images, places)
+
+
+@pytest.fixture
+def unchecked():
+    """Without the type checks that only tests have."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def test_a_targeted_attack_leaves_images_of_that_class_alone() -> None:

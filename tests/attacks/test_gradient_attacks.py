@@ -169,3 +169,32 @@ def test_an_image_that_makes_the_network_overflow_does_not_cost_the_others_their
     assert together is not None
     assert torch.equal(together.boxes[:5], alone.boxes)
     assert torch.equal(together.rival[:5], alone.rival)
+
+
+def test_a_patch_that_reaches_every_cell_gives_no_hint_about_rivals() -> None:
+    whole = wrap(torch.nn.Conv2d(3, 3, 9, padding=4), classes=3)
+    victim = Guard(Preprocess(), whole, Evidence(low=0.0, high=1.0), Undefended())
+    images = torch.rand(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
+    target = victim.predict(images).label
+    assert find_guide(victim, images, Patch(5), target, size=4, half=False) is None
+    part = wrap(torch.nn.Conv2d(3, 3, 1), classes=3)
+    found = find_guide(replace(victim, model=part), images, Patch(2), target, size=4, half=False)
+    assert found is not None
+
+
+def test_of_tries_that_all_fail_the_one_that_climbed_highest_is_kept() -> None:
+    victim, images, target = right_images("undefended", 24)
+    settings = {"steps": 2, "step": 0.02}
+
+    def lead(attacked: torch.Tensor) -> torch.Tensor:
+        scores = victim.differentiable_logits(attacked).mean((2, 3))
+        return torch.nn.functional.cross_entropy(scores, target, reduction="none").detach()
+
+    several = PatchPGD(locations=4, **settings)(victim, images, target, Patch(3))
+    # The places of a seed come in the same order, however many there are.
+    alone = [PatchPGD(locations=count, **settings)(victim, images, target, Patch(3)) for count in (1, 2, 3)]
+    left = ~several.broken
+    assert left.any()
+    for fewer in alone:
+        assert (lead(several.images)[left] >= lead(fewer.images)[left] - 1e-6).all()
+    assert (several.places[left] != alone[0].places[left]).any()

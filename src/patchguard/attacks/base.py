@@ -87,6 +87,10 @@ class Attack(ABC):
         function of `seed` and its number, so the batch it comes in does not matter. Images that the victim gets wrong
         as they are count as broken and stay as they are; those whose `target` is the aim are left alone.
         """
+        if not isinstance(patch, Patch):
+            raise InputError(f"`patch` must be a Patch, such as Patch(5); got {patch!r}.")
+        if not callable(getattr(victim, "predict", None)):
+            raise InputError(f"`victim` must have a method `predict`, as a Guard has; got {type(victim).__name__}.")
         check_images(images)
         patch.check_fits(*images.shape[-2:])
         home, device = images.device, device_of(victim, images)

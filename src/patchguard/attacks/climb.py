@@ -74,16 +74,23 @@ def best_of(
     attempts: Sequence[Callable[[Tensor], Try]],
     size: int,
 ) -> Found:
-    """Run the attempts one after the other on the images (by row) that none before has broken; keep the last result."""
+    """Run the attempts one after the other on the images (by row) that none before has broken.
+
+    Of an image that none breaks, the attempt that climbed highest is kept.
+    """
     best = images.clone()
     places = torch.zeros(len(images), patch.count, 2, dtype=torch.int64, device=images.device)
+    highest = torch.full((len(images),), -torch.inf, device=images.device)
     left = torch.arange(len(images), device=images.device)
-    for number, attempt in enumerate(attempts, 1):
+    several = len(attempts) > 1
+    for attempt in attempts:
         made = attempt(left)
         some = None if aim is None else aim[left]
-        # The caller asks the victim about the last result anyway.
-        shown, broken = climb(victim, images[left], patch, some, made, pace, size, ask=number < len(attempts))
-        best[left], places[left] = shown, made.places
+        # About the result of a single attempt the caller asks the victim anyway.
+        shown, broken, height = climb(victim, images[left], patch, some, made, pace, size, judge=several)
+        better = broken | (height >= highest[left])
+        kept = left[better]
+        best[kept], places[kept], highest[kept] = shown[better], made.places[better], height[better]
         left = left[~broken]
         if len(left) == 0:
             break
@@ -99,17 +106,18 @@ def climb(
     pace: Pace,
     size: int,
     *,
-    ask: bool = True,
-) -> tuple[Images, Bool[Tensor, " batch"]]:
-    """Return what the attempt made of the images, and which of them the victim has been seen to get wrong.
+    judge: bool = True,
+) -> tuple[Images, Bool[Tensor, " batch"], Float[Tensor, " batch"]]:
+    """Return what the attempt made of the images, which of them the victim has been seen to get wrong, and its height.
 
-    The label is first read off the gradient pass, and only candidates are shown to the victim. `ask=False` does not
-    show it what is unbroken after the last step.
+    The label is first read off the gradient pass, and only candidates are shown to the victim. What is unbroken after
+    the last step is shown to it, and its height (the objective there) measured, only to `judge` it.
     """
     inside = covered(attempt.places, patch, *images.shape[-2:])
     near = closeup(victim, images, attempt.places, patch, size=size, half=pace.half)
     result = torch.where(inside, eight_bits(attempt.start), images)
     broken = torch.zeros(len(images), dtype=torch.bool, device=images.device)
+    height = torch.full((len(images),), -torch.inf, device=images.device)
     rows = torch.arange(len(images), device=images.device)  # those still climbing; what follows are their states
     shown, state, velocity = result, result, torch.zeros_like(result)
     for step in range(pace.steps):
@@ -121,16 +129,21 @@ def climb(
             rows, state, velocity, gradient = rows[stays], state[stays], velocity[stays], gradient[stays]
             inside = inside[stays]
             if len(rows) == 0:
-                return result, broken
+                return result, broken, height
         # Scaled to their own mean, so that early and late gradients weigh alike.
         scale = gradient.abs().mean((1, 2, 3), keepdim=True).clamp(min=1e-30)
         velocity = pace.momentum * velocity + gradient / scale
         state = torch.where(inside, (state + pace.length(step) * velocity.sign()).clamp(0, 1), state)
         shown = torch.where(inside, eight_bits(state), state)
     result[rows] = shown
-    if ask:
+    if judge:
         _show(victim, torch.ones_like(rows, dtype=torch.bool), shown, attempt, aim, rows, result, broken)
-    return result, broken
+        for part, here in zip(torch.split(shown, size), torch.split(rows, size), strict=True):
+            with torch.no_grad(), reduced(images.device, pace.half):
+                local_logits = victim.differentiable_logits(part) if near is None else near(part, here)
+                score = attempt.objective(local_logits, attempt.case[here], here, pace.steps)
+            height[here] = score.float().nan_to_num(nan=-torch.inf)
+    return result, broken, height
 
 
 def _passes(

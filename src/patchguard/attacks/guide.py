@@ -42,7 +42,8 @@ def find_guide(
 ) -> Guide | None:
     """Certify `target` on a quick pass of the network; None where the victim has no certificate for such a patch.
 
-    The certificate is a hint here, so less precision and no drift do not matter.
+    The certificate is a hint here, so less precision and no drift do not matter. It is none where the patch reaches
+    every cell: all rivals are then equally strong.
     """
     if not isinstance(victim, Guard):
         return None
@@ -51,6 +52,9 @@ def find_guide(
     try:
         windows = guard.windows(patch, height, width)
     except InputError:  # a network that mixes positions
+        return None
+    whole = windows.boxes[:, 1::2] - windows.boxes[:, 0::2] >= windows.grid
+    if whole.all(1).any():
         return None
     boxes, rivals, witnesses = [], [], []
     for part, label in zip(torch.split(images, size), torch.split(target, size), strict=True):

@@ -160,6 +160,8 @@ def apply_patch(png: Path | str | Picture, images: Images, places: Places) -> Im
     patch = Patch(*picture.shape[-2:])
     height, width = images.shape[-2:]
     patch.check_fits(height, width)
+    if not isinstance(places, Tensor) or places.dim() != 3 or (len(places), places.shape[2]) != (len(images), 2):
+        raise InputError(f"`places` must be a tensor of corners, (images, patches, 2) with {len(images)} images here.")
     room = torch.tensor([height - patch.height, width - patch.width], device=places.device)
     if not bool(((places >= 0) & (places <= room)).all()):
         raise InputError(f"`places` must keep the {patch.height} x {patch.width} patch inside the images.")

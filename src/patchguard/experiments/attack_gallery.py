@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
+import torch
 from jaxtyping import Float32, UInt8
 from torch import Tensor
 
@@ -34,11 +35,19 @@ def view(
 ) -> View:
     """Return what the report shows; `evidence` is that of the original and of the attacked image.
 
-    The other class is the one that won, or the rival of the proof where none did.
+    The other class is the one that won; where none did, the rival of the proof; without a proof, the one with most
+    evidence in the attacked image.
     """
     label = record["label"]
-    other = record["attacked"] if record["attacked"] != label else record["rival"]
     first, second = evidence[:1], evidence[1:]
+    if record["attacked"] != label:
+        other = record["attacked"]
+    elif record["margin"] is not None:
+        other = record["rival"]
+    else:
+        total = second.values.sum((2, 3))[0].double()
+        total[label] = -torch.inf
+        other = int(total.argmax())
     return View(
         picture(original),
         picture(attacked),

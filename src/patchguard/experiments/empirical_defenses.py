@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from patchguard import runtime, zoo
 from patchguard.attacks.adaptive import Adaptive
 from patchguard.attacks.base import Attack
+from patchguard.attacks.baselines import Colours, Copy
 from patchguard.attacks.patch_pgd import PatchPGD
 from patchguard.attacks.victim import Images, Victim
 from patchguard.defenses import Undefended
@@ -72,7 +74,7 @@ def kept(
     images: Images,
     target: Int64[Tensor, " batch"],
     plain: Images,
-    attack: Attack,
+    attacks: Sequence[Attack],
     patch: Patch,
     *,
     seed: int = 0,
@@ -80,14 +82,14 @@ def kept(
 ) -> Kept:
     """Return what a victim keeps right: images, the same after an attack on another (`plain`), and after its own.
 
-    `victims` are one and the same, with different gradients; each is attacked with what the one before has left. A
-    Guard with a defense is certified, too.
+    `victims` are one and the same, with different gradients; each meets every attack, with what those before have left.
+    A Guard with a defense is certified, too.
     """
     victim = victims[0]
     withstands = victim.predict(plain).label == target
     left = withstands.clone()
     named = range(len(images)) if numbers is None else numbers
-    for each in victims:
+    for each, attack in product(victims, attacks):
         rows = left.nonzero().squeeze(1)
         if len(rows):
             some = [named[row] for row in rows.tolist()]
@@ -112,10 +114,15 @@ def cleanings(height: int, width: int) -> dict[str, list[Cleaning]]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How the comparison is made: `attack` on the bare and the cleaned network, `adaptive` on the certified guard."""
+    """How the comparison is made: `attack` on the bare and the cleaned network, `adaptive` on the certified guard.
+
+    A cleaned network is also attacked at the places that it fears most, and, as its gradient may hide what pixels do,
+    by `tries` single colours and as many pieces of other images.
+    """
 
     attack: PatchPGD
     adaptive: Adaptive
+    tries: int = 50
     area: float = 0.03
     seed: int = 0
     batch_pixels: int | None = None
@@ -140,6 +147,8 @@ def run(
     height, width = images.size
     patch = Patch.of_area(options.area, height=height, width=width)
     proven = None if certified is None else certified.for_patch(patch, height, width)
+    feared = replace(options.attack, search="occlusion")
+    attacks = [options.attack, feared, Colours(tries=options.tries), Copy(tries=options.tries)]
     found: dict[str, list[Kept]] = {}
     for numbers, pixels, target in images.batches(device, options.batch_pixels):
         shared: dict[str, Any] = {"seed": options.seed, "numbers": numbers}
@@ -156,11 +165,11 @@ def run(
         found.setdefault("none", []).append(bare)
         for name, same in cleanings(height, width).items():
             victims = [Watched(Cleaned(guard, cleaning), partial(progress, name)) for cleaning in same]
-            found.setdefault(name, []).append(kept(victims, pixels, target, plain, options.attack, patch, **shared))
+            found.setdefault(name, []).append(kept(victims, pixels, target, plain, attacks, patch, **shared))
         if proven is not None:
             progress("certified", 0)
             found.setdefault("certified", []).append(
-                kept([proven], pixels, target, plain, options.adaptive, patch, **shared)
+                kept([proven], pixels, target, plain, [options.adaptive], patch, **shared)
             )
             progress("certified", len(target))
     return {
@@ -168,6 +177,7 @@ def run(
         "settings": {
             "attack": {"name": "patch_pgd", **asdict(options.attack)},
             "adaptive": {"name": "adaptive", **asdict(options.adaptive)},
+            "tries": options.tries,
             "patch": [patch.height, patch.width],
             "image_size": list(images.size),
             "cleanings": {name: [_settings(each) for each in same] for name, same in cleanings(height, width).items()},

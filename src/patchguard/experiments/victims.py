@@ -123,7 +123,7 @@ def press(
         case=Case(target=target),
         objective=lambda local_logits, case, rows, step: cross_entropy(local_logits, case),
     )
-    found, _ = climb(_Tireless(victim), original, patch, None, attempt, pace, size, ask=False)
+    found, *_ = climb(_Tireless(victim), original, patch, None, attempt, pace, size, judge=False)
     worse = _losses(victim, found, target, size) > _losses(victim, start, target, size)
     return torch.where(worse.view(-1, 1, 1, 1), found, start).to(home)
 

@@ -23,6 +23,9 @@ GROUPS = {
     "withstood": ("Certified, and it held", "is-certified", "It is proved that no such patch takes the label."),
     "open": ("Neither proved nor broken", "is-open", "This attack failed. Another one may succeed: nothing is proved."),
 }
+ALERTED = (
+    "It is proved that no such patch takes the label without an alert."  # in place of "withstood" where rules detect
+)
 NOT_PROVED = (
     (
         "Not that no attack exists.",
@@ -53,7 +56,8 @@ def headline(run: AttackRun) -> Markup:
         found = count(len(run.refuted), "certified image")
         return join(tag("em", found, class_="alarm"), f" {'was' if len(run.refuted) == 1 else 'were'} broken")
     stays = "stay right" if run.labelled else "stay"
-    proved = join(", and ", tag("em", percent(run.certified.share)), " are proved to, whatever the attack")
+    promise = " are proved to, or to raise an alert," if run.detects else " are proved to,"
+    proved = join(", and ", tag("em", percent(run.certified.share)), f"{promise} whatever the attack")
     return join(
         f"Under this attack {percent(run.attacked.share)} of the answers {stays}",
         proved if run.certifies else "; nothing is proved",
@@ -164,7 +168,8 @@ def gallery(run: AttackRun, pictures: Sequence[AttackPicture]) -> Markup:
         members = [picture for picture in pictures if picture.group == group]
         if members:
             sections.append(tag("h3", tag("span", class_=f"dot {colour}"), name))
-            sections.append(tag("p", meaning, class_="soft"))
+            only = group == "withstood" and run.detects
+            sections.append(tag("p", ALERTED if only else meaning, class_="soft"))
             sections.append(tag("div", *(_card(run, each, colour) for each in members), class_="cards pairs"))
     choices = [("overlay-label", "Evidence for the label", True), ("overlay-rival", "for the other class", False)]
     parts: list[Markup] = []

@@ -214,6 +214,19 @@ def test_the_certificate_of_a_wrong_label_is_refuted_as_well(run, photos, tmp_pa
     assert summary["fallen"]["right"] == summary["fallen"]["of"] == 8
 
 
+def test_what_was_refuted_before_a_kill_counts_though_it_is_not_found_again(run, model, tmp_path):
+    words = ("--model", model, *GRADIENTS, "--out")
+    assert run(*words, tmp_path / "sound").exit_code == 0
+    record = next(each for each in Folder(tmp_path / "sound").records() if each.get("certified"))
+    found = {**record, "refuted": True, "attacked": 1 - record["label"]}
+    # As a process leaves it that is killed between the pictures and the record.
+    (tmp_path / "run" / "refuted").mkdir(parents=True)
+    (tmp_path / "run" / "refuted" / f"{record['index']:06d}.json").write_text(json.dumps({"record": found}))
+    shown = run(*words, tmp_path / "run")
+    assert shown.exit_code == 3, shown.output
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["refuted"] == [record["index"]]
+
+
 def test_a_rule_that_detects_promises_the_label_or_an_alert(run, tmp_path):
     guarded = brightness.save(tmp_path / "detects.safetensors", MaskedAgreement(masks=brightness.ANY))
     sound = run("--model", guarded, *GRADIENTS, "--out", tmp_path / "sound", "--json")

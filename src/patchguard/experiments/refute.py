@@ -7,6 +7,7 @@ needed to see it is kept in the folder `refuted`: both images, the evidence befo
 
 import hashlib
 import io
+import json
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -258,7 +259,10 @@ class _Work:
             record = self._record(batch, row, task, {name: column[row] for name, column in listed.items()}, touched)
             if not self.loop.done[record["index"]]:
                 self._keep(record, pixels[row])
-                if record["refuted"]:
+                earlier = None if record["refuted"] else self._earlier(record["index"])
+                if earlier is not None:
+                    record = earlier
+                elif record["refuted"]:
                     pair = (batch.images[row], pixels[row])
                     self._refuted(record, task, pair, evidence.values[row], after.values[row], evidence.scale)
             made.append(record)
@@ -287,6 +291,14 @@ class _Work:
             wanted = self.loop.tally.draw.wants(group(record), record["index"])
         if wanted:
             Folder(self.path / "attacked").write_bytes(f"{record['index']:06d}.png", png(pixels), durable=False)
+
+    def _earlier(self, index: int) -> Record | None:
+        """Return the record of what refuted a certificate before a kill: it counts, found again or not."""
+        try:
+            found: Record = json.loads((self.path / "refuted" / f"{index:06d}.json").read_bytes())["record"]
+        except (OSError, ValueError):
+            return None
+        return found
 
     def _refuted(
         self, record: Record, task: Task, images: Sequence[Tensor], before: Tensor, after: Tensor, scale: int

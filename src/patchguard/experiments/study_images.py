@@ -80,6 +80,8 @@ def open_images(
     `limit` takes so many, evenly spread and drawn with `seed`. Images that cannot be read are left out. `photo` is how
     photos are prepared for a network that has no way of its own.
     """
+    if limit is not None and limit < 1:
+        raise InputError(f"`limit` must be a whole number, 1 or more; got {limit}.")
     source = open_source(data, root)
     if source.targets is None:
         raise InputError(f"`data` must have classes to be right or wrong about; {data} has none.")

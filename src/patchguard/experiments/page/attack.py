@@ -82,8 +82,9 @@ def opening(run: AttackRun) -> Markup:
     words.append(f", aiming at the answer {run.class_name(aim)}. " if isinstance(aim, int) else ". ")
     if run.broken is not None:
         sure = f"{interval(run.broken.low, run.broken.high)} with 95{SPACE}% confidence"
+        verb = "was" if run.broken.of == 1 else "were"
         words.append(
-            f"Of {count(run.broken.of, 'image')} that {'were right' if run.labelled else 'were answered'} without a "
+            f"Of {count(run.broken.of, 'image')} that {verb} {'right' if run.labelled else 'answered'} without a "
             f"proof, it broke {run.broken.right:,} ({percent(run.broken.share)}, {sure}). "
         )
     if run.fallen is not None:

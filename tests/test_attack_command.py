@@ -312,7 +312,7 @@ def test_other_settings_and_runs_of_another_kind_are_refused(run, photos, tmp_pa
     assert alone.stdout.strip() == str(tmp_path / "run" / "report.html")
     assert run(*words[:2], "--seed", "1", "--out", tmp_path / "other").exit_code == 0
     assert CliRunner().invoke(app, ["report", str(tmp_path / "run"), str(tmp_path / "other")]).exit_code == 0
-    assert "2 attacks compared" in (tmp_path / "run" / "report.html").read_text()
+    assert "2 attacks compared" in (tmp_path / "run" / "comparison.html").read_text()
 
 
 def test_one_image_of_a_run_is_attacked_under_the_masks_of_the_run(run, tmp_path):

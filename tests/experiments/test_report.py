@@ -57,7 +57,7 @@ class Page(HTMLParser):
 
 def written(*folders) -> Page:
     path = report.write(folders)
-    assert path == folders[0] / "report.html"
+    assert path == folders[0] / ("report.html" if len(folders) == 1 else "comparison.html")
     html = path.read_text(encoding="utf-8")
     assert html.startswith("<!doctype html>")
     page = Page(html)

@@ -9,7 +9,7 @@ import typer
 def report(
     folders: Annotated[list[Path], typer.Argument(help="Folders of finished runs.", metavar="DIR...")],
 ) -> None:
-    """Write report.html into the first folder: the report of one run, or a comparison of several.
+    """Write a page into the first folder: report.html of one run, comparison.html of several.
 
     The page is one file that opens offline. It is made from the files of the runs alone, without model and data.
     """

@@ -15,7 +15,7 @@ from patchguard.experiments.page.files import Picture, Run, read_gallery, read_k
 from patchguard.experiments.page.markup import Markup, join, tag
 from patchguard.experiments.page.numbers import count
 
-NAME = "report.html"
+NAME, COMPARED = "report.html", "comparison.html"
 ATTACK_STYLES = ("page.css", "attack.css")
 SHORT = {
     "charts": "Charts",
@@ -29,9 +29,9 @@ SHORT = {
 
 
 def write(folders: Sequence[Path]) -> Path:
-    """Write report.html into the first folder and return its path.
+    """Write a page into the first folder and return its path.
 
-    One folder gives the report of that run. Several give a comparison: one row per run, curves overlaid.
+    One folder gives the report of that run, report.html. Several give comparison.html: one row per run, curves overlaid.
     """
     if not folders:
         raise InputError("`folders` must name at least one run folder; got none.")
@@ -40,7 +40,7 @@ def write(folders: Sequence[Path]) -> Path:
     if len(kinds) > 1:
         raise InputError(f"`folders` must hold runs of one kind; got {' and '.join(sorted(kinds))}. Report them apart.")
     page = _of_attacks(places) if kinds == {"attack"} else _of_certified(places)
-    path = places[0] / NAME
+    path = places[0] / (NAME if len(places) == 1 else COMPARED)
     try:
         _replace(path, page)
     except OSError as error:

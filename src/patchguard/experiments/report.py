@@ -31,7 +31,7 @@ SHORT = {
 def write(folders: Sequence[Path]) -> Path:
     """Write a page into the first folder and return its path.
 
-    One folder gives the report of that run, report.html. Several give comparison.html: one row per run, curves overlaid.
+    One folder gives report.html, the report of a run; several give comparison.html: one row per run, curves overlaid.
     """
     if not folders:
         raise InputError("`folders` must name at least one run folder; got none.")

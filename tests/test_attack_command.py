@@ -12,7 +12,6 @@ from pathlib import Path
 import brightness
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from test_certify_command import lines, start
 from typer.testing import CliRunner
@@ -22,8 +21,6 @@ from patchguard.attacks import ATTACKS
 from patchguard.cli import app
 from patchguard.data.preprocess import Preprocess, Resize
 from patchguard.defenses import MaskedAgreement
-from patchguard.evidence import Evidence
-from patchguard.experiments import attack_gallery
 from patchguard.experiments.records import Folder
 
 GRADIENTS = ("--steps", "6", "--locations", "1")
@@ -247,17 +244,6 @@ def test_a_rule_that_detects_promises_the_label_or_an_alert(run, tmp_path):
     found = [record for record in Folder(tmp_path / "mistaken").records() if record.get("refuted")]
     assert found
     assert all(record["attacked"] != record["label"] and not record["alert"] for record in found)
-
-
-def test_without_a_proof_the_report_shows_the_class_that_came_closest():
-    logits = torch.zeros(2, 4, 1, 1)
-    logits[1, :, 0, 0] = torch.tensor([1.0, 9.0, 5.0, 2.0])
-    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
-    record = {"label": 1, "attacked": 1, "margin": None, "rival": 0}
-    maps = Evidence(low=None)(logits)
-    assert attack_gallery.view(images[0], images[1], record, maps).other == 2
-    assert attack_gallery.view(images[0], images[1], record | {"margin": -1.0}, maps).other == 0
-    assert attack_gallery.view(images[0], images[1], record | {"attacked": 3}, maps).other == 3
 
 
 # -- mistakes of the user ----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import painted
 import pytest
 import torch
 from crafted import Texture, dark, undefended
@@ -11,19 +12,25 @@ from tiny import lively, pictures, srf_guard
 
 from patchguard import zoo
 from patchguard.attacks.adaptive import Adaptive
+from patchguard.attacks.baselines import Colours
 from patchguard.attacks.patch_pgd import PatchPGD
 from patchguard.data.preprocess import Preprocess
 from patchguard.defenses import Undefended
+from patchguard.empirical import Cleaned
 from patchguard.errors import InputError
 from patchguard.evidence import Evidence
 from patchguard.experiments import empirical_defenses
-from patchguard.experiments.empirical_defenses import Kept, Options
+from patchguard.experiments.empirical_defenses import Kept, Options, cleanings, kept
 from patchguard.experiments.study_images import StudyImages
 from patchguard.guard import Guard
 from patchguard.models import build
+from patchguard.patch import Patch
 
 FAST = Options(
-    attack=PatchPGD(steps=40, step=0.05, locations=2), adaptive=Adaptive(steps=4, step=0.2, locations=1), area=0.06
+    attack=PatchPGD(steps=40, step=0.05, locations=2),
+    adaptive=Adaptive(steps=4, step=0.2, locations=1),
+    tries=2,
+    area=0.06,
 )
 
 
@@ -36,6 +43,31 @@ def test_an_attack_through_the_smoothing_breaks_what_one_on_the_bare_network_doe
     assert smoothed["plain"]["share"] >= 0.5
     assert smoothed["adaptive"]["share"] == 0.0
     assert all(row["certified"] is None and row["certified_and_broken"] is None for row in rows.values())
+
+
+def test_gradients_through_the_smoothing_need_no_guesses():
+    guard, images, target = undefended(Texture()), dark(6).float() / 255, torch.zeros(6, dtype=torch.int64)
+    victims = [Cleaned(guard, cleaning) for cleaning in cleanings(*images.shape[-2:])["local_gradient_smoothing"]]
+    patch = Patch.of_area(FAST.area, height=images.shape[-2], width=images.shape[-1])
+    assert not kept(victims, images, target, images, [FAST.attack], patch).adaptive.any()
+
+
+def test_a_victim_that_hides_its_gradient_falls_to_guesses():
+    class Hidden:
+        """Answers as the network does; its gradient is 0 everywhere."""
+
+        def predict(self, images):
+            return guard.predict(images)
+
+        def differentiable_logits(self, images):
+            return guard.differentiable_logits(images.detach()) + 0 * images.sum()
+
+    guard, (images, _) = painted.guard("undefended"), painted.paintings(12)
+    target = guard.predict(images).label
+    climbed = kept([Hidden()], images, target, images, [FAST.attack], Patch(7))
+    guessed = kept([Hidden()], images, target, images, [FAST.attack, Colours(tries=20)], Patch(7))
+    assert climbed.adaptive.all()
+    assert not guessed.adaptive.all()
 
 
 def test_a_certified_guard_beside_keeps_at_least_what_it_certifies():

@@ -15,7 +15,8 @@ from patchguard.attacks.adapters import Called
 from patchguard.data.source import Source
 from patchguard.defenses import Undefended
 from patchguard.errors import InputError
-from patchguard.experiments import report
+from patchguard.evidence import Evidence
+from patchguard.experiments import attack_gallery, report
 from patchguard.experiments.gap import group, measure
 from patchguard.experiments.job import Job
 from patchguard.experiments.loop import pool
@@ -195,3 +196,14 @@ def test_maps_of_other_shapes_are_refused(copied):
     np.savez(copied / "gallery.npz", **arrays)
     with pytest.raises(InputError, match="maps of one shape"):
         report.write([copied])
+
+
+def test_without_a_proof_the_report_shows_the_class_that_came_closest():
+    logits = torch.zeros(2, 4, 1, 1)
+    logits[1, :, 0, 0] = torch.tensor([1.0, 9.0, 5.0, 2.0])
+    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    record = {"label": 1, "attacked": 1, "margin": None, "rival": 0}
+    maps = Evidence(low=None)(logits)
+    assert attack_gallery.view(images[0], images[1], record, maps).other == 2
+    assert attack_gallery.view(images[0], images[1], record | {"margin": -1.0}, maps).other == 0
+    assert attack_gallery.view(images[0], images[1], record | {"attacked": 3}, maps).other == 3

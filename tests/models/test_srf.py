@@ -1,10 +1,14 @@
+import copy
+
 import pytest
 import torch
 from models.influence import fresh, intervals, moved, picture, reached
+from tiny import srf_guard
 from torch import nn
 
 from patchguard.errors import InputError
 from patchguard.models.srf import WIDTHS, ConvNorm, Srf, mixing_blocks, srf, srf_wide
+from patchguard.patch import Patch
 
 THIN = (4, 8, 8, 12, 12, 12)
 
@@ -61,6 +65,19 @@ def test_cells_that_are_kept_are_what_they_were(field, widths):
         torch.testing.assert_close(model(image), whole[..., ::2, ::2])
         model.keep_every(1)
         assert torch.equal(model(image), whole)
+
+
+def test_a_guard_whose_network_leaves_cells_out_needs_new_masks():
+    guard = copy.deepcopy(srf_guard(side=16))
+    image, patch = picture(16, 16).clamp(0, 1), Patch(2)
+    guard.certify(image, patch)
+    guard.model.keep_every(2)
+    for answer in (guard.predict, lambda images: guard.certify(images, patch)):
+        with pytest.raises(InputError, match="give 8 x 8 cells, but this guard's masks are made for 16 x 16"):
+            answer(image)
+    refitted = guard.for_patch(patch, 16, 16)
+    assert len(refitted.field(16, 16).rows.starts) == 8
+    refitted.certify(image, patch)
 
 
 def test_a_network_that_looks_around_in_its_stem_alone_leaves_no_cell_out():

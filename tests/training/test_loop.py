@@ -250,12 +250,8 @@ def test_logits_are_not_clipped_while_training_is_plain() -> None:
     for stage in stages(trainer.recipe)[:2]:
         with torch.no_grad():
             trainer.model.fc.bias.fill_(-100.0)
-        draws = trainer_draws(trainer)
+        draws = Draws(torch.Generator().manual_seed(3), 32, trainer.part)
         trainer.step(images, targets, stage, 0.0, draws)
         moved.append(float(trainer.model.fc.bias.grad.abs().sum()))
     assert moved[0] > 0
     assert moved[1] == 0
-
-
-def trainer_draws(trainer: Trainer) -> Draws:
-    return Draws(torch.Generator().manual_seed(3), 32, trainer.part)

@@ -1,6 +1,6 @@
 import torch
 
-from patchguard.training.augment import Draws, augmented, mixed, recoloured, resized_crop
+from patchguard.training.augment import Draws, augmented, mixed, quarter, recoloured, resized_crop
 
 IMAGES = torch.randint(0, 256, (40, 3, 8, 9), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
@@ -54,6 +54,19 @@ def test_a_crop_of_the_whole_area_is_the_image_and_a_smaller_one_is_a_part_of_it
     widths = part[:, 0, 0, 63] - part[:, 0, 0, 0]
     torch.testing.assert_close(widths, torch.full((5,), 31.5), atol=0.6, rtol=0)  # half of the side
     assert len({round(float(start)) for start in part[:, 0, 0, 0]}) > 1
+
+
+def test_a_quarter_is_a_part_of_all_images_at_one_place_of_many() -> None:
+    pixels = torch.arange(2 * 3 * 8 * 9).view(2, 3, 8, 9).float()
+    places = set()
+    for seed in range(60):
+        part = quarter(pixels, seed)
+        top, left = divmod(int(part[0, 0, 0, 0]), 9)
+        assert torch.equal(part, pixels[..., top : top + 4, left : left + 4])
+        assert torch.equal(part, quarter(pixels, seed))
+        places.add((top, left))
+    assert {top for top, _ in places} == set(range(5))
+    assert {left for _, left in places} == set(range(6))
 
 
 def test_mirrored_crops_are_about_half() -> None:

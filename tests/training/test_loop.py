@@ -237,9 +237,41 @@ def test_a_network_that_leaves_cells_out_at_first_learns_and_ends_with_all_of_th
     assert evaluate(trainer.guard, stripes(60, seed=9), Patch(2)).clean > 0.8
 
 
+def test_a_bagnet_sees_quarters_at_first_and_whole_images_in_the_end() -> None:
+    settings = {"model": "bagnet9", "model_settings": {"width": 0.05}, "input_side": 64, "plain_share": 0.5}
+    trainer = Trainer(recipe(epochs=2, thin_share=0.5, **settings), stripes(96), device=CPU)
+    seen = []
+    forward = trainer.forward
+
+    def watched(pixels: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(pixels.shape[2:]))
+        return forward(pixels)
+
+    trainer.forward = watched
+    for number in range(2):
+        trainer.epoch(number, 2)
+    assert seen == [(32, 32)] * trainer.steps + [(64, 64)] * trainer.steps
+
+
 def test_only_networks_that_can_leave_cells_out_are_told_to() -> None:
-    with pytest.raises(InputError, match="`thin_share` must be 0 for bagnet9"):
-        Trainer(recipe(thin_share=0.5, model="bagnet9", model_settings={"width": 0.05}), stripes(96), device=CPU)
+    with pytest.raises(InputError, match="`thin_share` must be 0 for resnet18"):
+        Trainer(
+            recipe(
+                thin_share=0.5,
+                defense="Undefended",
+                model="resnet18",
+                model_settings={"width": 0.05, "small_images": True},
+                input_side=32,
+            ),
+            stripes(96),
+            device=CPU,
+        )
+    with pytest.raises(InputError, match="`thin_share` of a BagNet must be at most `plain_share`"):
+        Trainer(
+            recipe(thin_share=0.5, plain_share=0.2, model="bagnet9", model_settings={"width": 0.05}),
+            stripes(96),
+            device=CPU,
+        )
 
 
 def test_logits_are_not_clipped_while_training_is_plain() -> None:

@@ -128,6 +128,19 @@ def mixed(
     )
 
 
+def quarter(
+    pixels: Float[Tensor, "batch channels height width"], seed: int
+) -> Float[Tensor, "batch channels rows columns"]:
+    """Return a square of half the height and width, at one place of all images that is drawn with `seed`."""
+    generator = torch.Generator().manual_seed(seed)  # on the CPU: slices need numbers, and a GPU would have to be asked
+    half = [size // 2 for size in pixels.shape[2:]]
+    top, left = (
+        int(torch.randint(size - part + 1, (), generator=generator))
+        for size, part in zip(pixels.shape[2:], half, strict=True)
+    )
+    return pixels[..., top : top + half[0], left : left + half[1]]
+
+
 def _reflected(place: Int64[Tensor, "batch size"], size: int) -> Int64[Tensor, "batch size"]:
     """Return the pixel that a place outside the image mirrors; the border pixel itself is not repeated."""
     turned = place.abs()

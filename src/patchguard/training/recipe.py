@@ -47,9 +47,10 @@ class Recipe:
     masks that each hold `step` x `step` neighbouring windows of the patch; 1 is every window. The first `plain_share`
     of training uses the plain loss alone, of logits that are not clipped: clipped, those of a random network are mostly
     0, and some networks never get away from there. For the first `thin_share` an `srf` network computes only every
-    second cell of each row and column, in less than half of the time. `ema` is the decay per step of the weight average
-    that is evaluated and saved; 0 takes the last weights. `held_out` training images choose settings and checkpoints: a
-    number of them, or, below 1, a share; 0 learns from all.
+    second cell of each row and column, in less than half of the time; a BagNet, which has no padding that would tell a
+    part from the whole, looks at a random quarter of the images, in the plain part of training alone. `ema` is the
+    decay per step of the weight average that is evaluated and saved; 0 takes the last weights. `held_out` training
+    images choose settings and checkpoints: a number of them, or, below 1, a share; 0 learns from all.
 
     `evidence` is the kind that the defense sees and the losses train: logits clipped from below at `low`, confidence,
     or votes. With `regions` above 0, an ablation learns from so many random regions of each image in place of all.

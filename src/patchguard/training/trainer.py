@@ -18,11 +18,12 @@ from patchguard.errors import InputError
 from patchguard.guard import Guard
 from patchguard.interval import IntervalGuard
 from patchguard.models.ablation import Ablation
+from patchguard.models.bagnet import BagNet
 from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.models.srf import Srf
 from patchguard.runtime import derived_seed
 from patchguard.training import losses
-from patchguard.training.augment import Draws, augmented, mixed, recoloured, resized_crop
+from patchguard.training.augment import Draws, augmented, mixed, quarter, recoloured, resized_crop
 from patchguard.training.curriculum import Stage, coarse, rate, stage_at, stages, thinned
 from patchguard.training.feed import feed_of
 from patchguard.training.initial import start_from, teacher_of
@@ -32,7 +33,7 @@ from patchguard.windows import Windows
 
 logger = logging.getLogger(__name__)
 
-_INITIAL, _EPOCH, _TRIAL = 0, 1, 2  # what a seed derived from the recipe's is for
+_INITIAL, _EPOCH, _TRIAL, _PART = 0, 1, 2, 3  # what a seed derived from the recipe's is for
 WARM_UP_STEPS, TIMED_STEPS = 3, 8
 Tick: TypeAlias = Callable[[float], None]
 
@@ -70,7 +71,10 @@ class Trainer:
         # Masks first: tracing a network is easiest on the CPU, where it was built.
         self.boxes = boxes_of_stages(recipe, self.guard, self.size, device)
         self.teacher = None if recipe.teacher is None else teacher_of(recipe.teacher, self.guard, device)
-        self.guard.model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        # Channels last is what GPUs want. On CPUs torch 2.13 dies in the backward pass of strided 1x1 convolutions of
+        # fewer than 16 channels that lie last.
+        self.layout = torch.channels_last if device.type == "cuda" else torch.contiguous_format
+        self.guard.model.to(device=device, memory_format=self.layout)  # type: ignore[call-overload]
         self.guard.model.eval().requires_grad_(False)
         self.model = copy.deepcopy(self.guard.model).train().requires_grad_(True)
         if runtime.world_size() > 1 and device.type == "cuda":
@@ -87,8 +91,7 @@ class Trainer:
             self.network = self.model.backbone
         if runtime.world_size() > 1:
             self.network = DistributedDataParallel(self.network, broadcast_buffers=False)
-        if recipe.thin_share > 0 and not isinstance(self.model, Srf):
-            raise InputError(f"`thin_share` must be 0 for {recipe.model}: only srf networks can leave cells out.")
+        check_thin(recipe, self.model)
         self.forward: Any = self.network
         self.optimizer = self._optimizer()
         self.steps_done = 0
@@ -165,9 +168,12 @@ class Trainer:
     def _masked(
         self, images: Tensor, target: Tensor, stage: Stage, draws: Draws, goal: losses.Goal
     ) -> tuple[Tensor, Tensor]:
-        """Return the loss on evidence maps, and the mean logits."""
+        """Return the loss on evidence maps, and the mean logits. A thin BagNet sees a quarter of each image."""
         recipe = self.recipe
-        local_logits = self._local_logits(self.preprocess(images), draws).float()
+        shown = self.preprocess(images)
+        if stage.thin and isinstance(self.model, BagNet):
+            shown = quarter(shown, derived_seed(recipe.seed, _PART, self.steps_done))
+        local_logits = self._local_logits(shown, draws).float()
         weights, low = (recipe.weights, recipe.low) if stage.mask_step is not None else ({"plain": 1.0}, None)
         boxes = self.boxes[stage.mask_step, stage.thin]
         with torch.autocast(self.device.type, enabled=False):
@@ -200,13 +206,13 @@ class Trainer:
         """Return the map of local logits, or one row of cells for the regions that are shown."""
         regions = self.recipe.regions
         if regions == 0 or not isinstance(self.model, Ablation):
-            logits: Tensor = self.forward(pixels)
+            logits: Tensor = self.forward(pixels.contiguous(memory_format=self.layout))
             return logits
         field = self.model.field(*pixels.shape[2:])
         starts = torch.cartesian_prod(torch.tensor(field.rows.starts), torch.tensor(field.columns.starts))
         drawn = starts.to(self.device)[draws.whole(len(starts), regions).flatten()]
         shown = self.model.ablate(pixels.repeat_interleave(regions, 0), drawn)
-        answers: Tensor = self.forward(shown.contiguous(memory_format=torch.channels_last))
+        answers: Tensor = self.forward(shown.contiguous(memory_format=self.layout))
         return answers.view(len(pixels), regions, -1).transpose(1, 2).unsqueeze(2)
 
     @torch.no_grad()
@@ -345,6 +351,19 @@ def part_of(batch_size: int) -> slice:
         )
     own = batch_size // processes
     return slice(runtime.rank() * own, (runtime.rank() + 1) * own)
+
+
+def check_thin(recipe: Recipe, model: nn.Module) -> None:
+    """Raise where the network cannot be thin for as long as the recipe wants."""
+    if recipe.thin_share == 0 or isinstance(model, Srf):
+        return
+    if not isinstance(model, BagNet):
+        raise InputError(f"`thin_share` must be 0 for {recipe.model}: only srf and BagNets can leave cells out.")
+    if recipe.thin_share > recipe.plain_share:
+        raise InputError(
+            f"`thin_share` of a BagNet must be at most `plain_share`, {recipe.plain_share}: masks need whole images; "
+            f"got {recipe.thin_share}."
+        )
 
 
 def boxes_of_stages(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from patchguard.errors import InputError
 from patchguard.integral import SMALL, Place, integral_image, place_of, take
-from patchguard.product import NOTHING, heaviest_of_product, is_sorted
+from patchguard.product import NOTHING, Ranges, heaviest_of_product, is_sorted, ranges
 from patchguard.windows import Interval, Windows, contains
 
 LARGEST_WORK = 2**38  # multiply-adds of one enumeration over unions; beyond this it would not finish
@@ -110,10 +110,11 @@ def best_cover(per_mask: Int64[Tensor, "maps masks"], masks: Windows, windows: W
     if masks == windows and masks.equal_boxes:
         return per_mask  # equal boxes cover only themselves
     if masks.count == windows.count == 1 and masks.pairs is windows.pairs is None:
-        grid = per_mask.view(-1, len(masks.rows), len(masks.columns))
-        grid = _best_along(grid.mT, masks.rows, windows.rows, masks.grid[0]).mT
+        # Maps come last: a look-up along the first axis then copies long runs of memory.
+        grid = per_mask.view(-1, len(masks.rows), len(masks.columns)).permute(1, 2, 0)
+        grid = _best_along(grid, masks.rows, windows.rows, masks.grid[0]).transpose(0, 1)
         grid = _best_along(grid, masks.columns, windows.columns, masks.grid[1])
-        return grid.flatten(1)
+        return grid.permute(2, 1, 0).reshape(len(per_mask), -1)
     ones = per_mask.new_ones(1, *masks.grid)
     areas = torch.from_numpy(windows.areas).to(per_mask.device).unsqueeze(1)
     found = per_mask.new_empty(per_mask.shape[0], windows.regions)
@@ -220,16 +221,14 @@ def _left_over(masks: Windows, windows: Windows, device: torch.device) -> tuple[
 
 
 @lru_cache(maxsize=64)
-def _holders(outer: tuple[Interval, ...], inner: tuple[Interval, ...], size: int) -> tuple[Tensor, Tensor]:
+def _holders(
+    outer: tuple[Interval, ...], inner: tuple[Interval, ...], size: int, device: torch.device
+) -> Ranges | None:
     held = contains(np.array(outer)[None], np.array(inner)[:, None], size)
-    most = max(1, int(held.sum(1).max()))
-    order = np.argsort(~held, axis=1, kind="stable")[:, :most]
-    return torch.from_numpy(order.T.copy()), torch.from_numpy(np.take_along_axis(held, order, 1).T.copy())
+    return ranges(held, device) if held.any() else None
 
 
 def _best_along(grid: Tensor, outer: tuple[Interval, ...], inner: tuple[Interval, ...], size: int) -> Tensor:
-    order, held = (each.to(grid.device) for each in _holders(outer, inner, size))
-    found = torch.full_like(grid[..., :1], NOTHING).expand(*grid.shape[:-1], len(inner))
-    for pick, valid in zip(order, held, strict=True):
-        found = torch.maximum(found, torch.where(valid, grid.index_select(-1, pick), NOTHING))
-    return found
+    """The largest entry, along the first axis, among the intervals that hold each inner one."""
+    holders = _holders(outer, inner, size, grid.device)
+    return grid.new_full((len(inner), *grid.shape[1:]), NOTHING) if holders is None else holders(grid)

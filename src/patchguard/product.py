@@ -22,7 +22,7 @@ NOTHING = -(2**62)  # the maximum over no mask
 
 
 @dataclass(frozen=True)
-class _Ranges:
+class Ranges:
     """Maxima over one range of neighbours per window: a few look-ups in a table of power-of-two maxima."""
 
     pad: int
@@ -30,6 +30,7 @@ class _Ranges:
     picks: tuple[Place, ...]
 
     def __call__(self, keys: Tensor) -> Tensor:
+        """Return the maxima of `keys` along its first axis."""
         padding = keys.new_full((self.pad, *keys.shape[1:]), NOTHING)
         keys = torch.cat([padding, keys, padding])
         for step in range(self.level):
@@ -49,9 +50,9 @@ class _Plan:
     column: Place  # unrolled mask columns -> mask column
     mask: tuple[Place, Place]  # a', b' of the unrolled mask columns, as places in X
     window: tuple[Place, Place, Place]  # a, b, a + circumference
-    cases: dict[str, _Ranges]
-    apart_rows: _Ranges | None
-    apart_columns: _Ranges | None
+    cases: dict[str, Ranges]
+    apart_rows: Ranges | None
+    apart_columns: Ranges | None
 
 
 def heaviest_of_product(
@@ -86,17 +87,17 @@ def _best_of_cases(plan: _Plan, prefix: Tensor, own: Tensor, width: int) -> Tens
     start, stop = (take(prefix, 0, place) for place in plan.mask)  # X[a'], X[b']
     a, b, end = (take(prefix, 0, place) for place in plan.window)
     found = own.new_full((width, *own.shape[1:]), NOTHING)
-    for case, ranges in plan.cases.items():
+    for case, among in plan.cases.items():
         if case == "left":  # a' < a < b' <= b
-            best = ranges(own - stop) + a
+            best = among(own - stop) + a
         elif case == "right":  # a <= a' < b < b'
-            best = ranges(own + start) - b
+            best = among(own + start) - b
         elif case == "holds":  # a' < a, b < b'
-            best = ranges(own) + (a - b)
+            best = among(own) + (a - b)
         elif case == "within":  # a <= a', b' <= b
-            best = ranges(own - stop + start)
+            best = among(own - stop + start)
         else:  # "around": the two cover the circle, so the mask holds everything outside the window
-            best = ranges(own - stop + start) + (end - b)
+            best = among(own - stop + start) + (end - b)
         found = torch.maximum(found, best)
     return found
 
@@ -134,9 +135,9 @@ def _plan(masks: Windows, windows: Windows, device: torch.device) -> _Plan:
         column=place_of(column, device),
         mask=(place(start), place(stop)),
         window=(place(a), place(b), place(a + cells if around else b)),
-        cases={name: _ranges(mark, device) for name, mark in cases.items() if mark.any()},
+        cases={name: ranges(mark, device) for name, mark in cases.items() if mark.any()},
         apart_rows=_apart_rows(masks, windows, device),
-        apart_columns=_ranges(apart, device) if apart.any() else None,
+        apart_columns=ranges(apart, device) if apart.any() else None,
     )
 
 
@@ -159,15 +160,15 @@ def _shared_rows(masks: Windows, windows: Windows) -> tuple[np.ndarray, list[tup
     return order, [piece for piece in used if (piece[1] > piece[0]).any()] or used[:1]
 
 
-def _apart_rows(masks: Windows, windows: Windows, device: torch.device) -> _Ranges | None:
+def _apart_rows(masks: Windows, windows: Windows, device: torch.device) -> Ranges | None:
     size = masks.grid[0]
     mine, theirs = np.array(masks.rows), np.array(windows.rows)
     lead = (mine[None, :, 0] - theirs[:, :1]) % size  # from the window's start to the mask's start
     apart = (lead >= (theirs[:, 1:] - theirs[:, :1])) & (lead + (mine[:, 1] - mine[:, 0])[None] <= size)
-    return _ranges(apart, device) if apart.any() else None
+    return ranges(apart, device) if apart.any() else None
 
 
-def _ranges(mark: np.ndarray, device: torch.device) -> _Ranges:
+def ranges(mark: np.ndarray, device: torch.device) -> Ranges:
     """Plan maxima over the marked columns of each row; a row's marks may be up to two runs of neighbours."""
     length = mark.shape[1]
     runs: list[list[tuple[int, int]]] = []
@@ -183,7 +184,7 @@ def _ranges(mark: np.ndarray, device: torch.device) -> _Ranges:
     most = max(len(row) for row in picks)
     filled = [row + [row[-1] if row else -pad] * (most - len(row)) for row in picks]
     places: np.ndarray = np.unique(np.array(filled).T + pad, axis=0)
-    return _Ranges(pad=pad, level=level, picks=tuple(place_of(each, device) for each in places))
+    return Ranges(pad=pad, level=level, picks=tuple(place_of(each, device) for each in places))
 
 
 @lru_cache(maxsize=256)

@@ -35,8 +35,10 @@ class Sheet:
     evidence: EvidenceMap
     targets: Int64[Tensor, " batch"]
     _tables: dict[tuple[bool, bool], Tensor] = field(default_factory=dict, repr=False)
+    _lead_tables: dict[tuple[bool, bool], Tensor] = field(default_factory=dict, repr=False)
     _sums: dict[Windows, Tensor] = field(default_factory=dict, repr=False)
     _right: dict[tuple[Defense[Any], int], Tensor] = field(default_factory=dict, repr=False)
+    _ranked: dict[tuple[Windows, Windows], Tensor] = field(default_factory=dict, repr=False)
 
     def right(self, defense: Defense[Any], top_k: int = 1) -> Bool[Tensor, " batch"]:
         """Whether the true class is the label, or among the k best."""
@@ -145,9 +147,7 @@ class Sheet:
             highest = total - best_cover(over.flatten(0, 1), masks, windows).view(*over.shape[:2], -1)
         else:
             return None
-        own = self.targets.view(-1, 1, 1).expand(-1, 1, highest.shape[2])
-        others = highest.scatter(1, own, NOTHING)
-        rival = others.amax(1) if top_k == 1 else others.topk(top_k, dim=1).values[:, -1]
+        rival = self._rivals(masks, windows, highest, top_k)
         mine = select(inside, self.targets)
         room = select(self._total, self.targets).unsqueeze(1) - mine - rival
         heavy = select(over, self.targets).amax(1)
@@ -157,6 +157,19 @@ class Sheet:
             least = self.evidence.values[places, self.targets[places]]
             proved[places] = (room[places] > heaviest(least, masks, windows)[:, deciding]).all(1)
         return proved
+
+    def _rivals(
+        self, masks: Windows, windows: Windows, highest: Int64[Tensor, "batch classes regions"], top_k: int
+    ) -> Int64[Tensor, "batch regions"]:
+        """The k-th largest of the rivals' bounds in every window; sorted once for all k above 1."""
+        key = masks, windows
+        if key not in self._ranked:
+            own = self.targets.view(-1, 1, 1).expand(-1, 1, highest.shape[2])
+            others = highest.scatter(1, own, NOTHING)
+            if top_k == 1:
+                return others.amax(1)
+            self._ranked[key] = others.sort(dim=1, descending=True).values
+        return self._ranked[key][:, top_k - 1]
 
     def _doubly_masked(
         self, masks: Windows, windows: Windows, right: Bool[Tensor, " batch"]
@@ -175,15 +188,12 @@ class Sheet:
         least = outside.amin(2)
         rival = ~torch.nn.functional.one_hot(self.targets, least.shape[1]).bool()
         proved = right & ~((least <= 0) & rival).any(1)
-        for places in self._in_parts(proved):
-            values, label = self.evidence.values[places], self.targets[places]
-            gap = select(values, label).unsqueeze(1) - values
-            most = sums(gap.clamp(min=0), masks).amax(2)
-            images, rivals = ((least[places] <= most) & rival[places]).nonzero().unbind(1)
-            for first in range(0, len(images), self._at_once):
-                image, against = (each[first : first + self._at_once] for each in (images, rivals))
-                worst = (outside[places[image], against] - heaviest(gap[image, against], masks, masks)).amin(1)
-                proved[places[image[worst <= 0]]] = False
+        between = (least <= self._most(masks)) & rival & proved.unsqueeze(1)
+        images, rivals = between.nonzero().unbind(1)
+        for first in range(0, len(images), self._at_once):
+            image, against = (each[first : first + self._at_once] for each in (images, rivals))
+            worst = (outside[image, against] - heaviest(self._gap[image, against], masks, masks)).amin(1)
+            proved[image[worst <= 0]] = False
         return proved
 
     def _summed(self, windows: Windows, right: Bool[Tensor, " batch"]) -> Bool[Tensor, " batch"]:
@@ -215,6 +225,21 @@ class Sheet:
     @cached_property
     def _total(self) -> Int64[Tensor, "batch classes"]:
         return self.evidence.values.sum((2, 3))
+
+    @cached_property
+    def _gap(self) -> Int64[Tensor, "batch classes rows columns"]:
+        """g_k = u_y - u_k."""
+        return select(self.evidence.values, self.targets).unsqueeze(1) - self.evidence.values
+
+    @cached_property
+    def _lead(self) -> Int64[Tensor, "batch classes rows columns"]:
+        return self._gap.clamp(min=0)
+
+    def _most(self, masks: Windows) -> Int64[Tensor, "batch classes"]:
+        """The most that a mask can hide of what is positive in g_k."""
+        if masks.wrap not in self._lead_tables:
+            self._lead_tables[masks.wrap] = integral_image(self._lead.flatten(0, 1), masks.wrap)
+        return sums(self._lead, masks, self._lead_tables[masks.wrap]).amax(2)
 
     def _over(self, windows: Windows) -> Int64[Tensor, "batch classes regions"]:
         if windows not in self._sums:

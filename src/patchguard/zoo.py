@@ -39,7 +39,14 @@ CLONE = Path(__file__).parents[2] / "zoo"  # other published files, in a clone o
 FOLDER = "PATCHGUARD_ZOO"  # the environment variable that names one more folder of files
 
 # Trained models with a page of their own in docs/models.
-PUBLISHED = ("cifar10", "cifar10_mask_srf", "cifar10_mask_ds", "cifar10_resnet18", "imagenette_bn17")
+PUBLISHED = (
+    "cifar10",
+    "cifar10_mask_srf",
+    "cifar10_mask_ds",
+    "cifar10_mask_bn17",
+    "cifar10_resnet18",
+    "imagenette_bn17",
+)
 
 # Side of the images that a network is usually run on.
 SIZES = {

@@ -26,7 +26,7 @@ def test_step_one_keeps_the_windows_and_step_four_makes_six_by_six_masks_of_four
     assert max(stop - start for start, stop in masks.rows) == 14
 
 
-FINER = {"plain_share": 0.2, "mask_steps": [[0.0, 4], [0.6, 2]]}
+FINER = {"thin_share": 0, "plain_share": 0.2, "mask_steps": [[0.0, 4], [0.6, 2]]}
 
 
 def test_the_warm_up_is_plain_and_masks_then_get_finer() -> None:
@@ -46,8 +46,8 @@ def test_the_warm_up_is_plain_and_masks_then_get_finer() -> None:
 def test_stages_inside_the_warm_up_are_skipped_but_the_last() -> None:
     recipe = cifar10().changed({**FINER, "plain_share": 0.7})
     assert [stage.mask_step for stage in stages(recipe)] == [None, 2]
-    assert [stage.mask_step for stage in stages(cifar10().changed({"plain_share": 0}))] == [4, 2]
-    assert [stage.mask_step for stage in stages(cifar10().changed({"plain_share": 1}))] == [None]
+    assert [stage.mask_step for stage in stages(cifar10().changed({**FINER, "plain_share": 0}))] == [4, 2]
+    assert [stage.mask_step for stage in stages(cifar10().changed({**FINER, "plain_share": 1}))] == [None]
 
 
 def test_the_stage_in_which_training_stops_being_thin_is_cut_in_two() -> None:
@@ -122,7 +122,7 @@ def test_the_default_has_at_most_six_million_parameters() -> None:
     [
         ({"epoch": 3}, "no setting 'epoch'.*epochs"),
         ({"epochs": 0}, "epochs.*at least 1"),
-        ({"epochs": 1.5}, "epochs.*like 80; got 1.5"),
+        ({"epochs": 1.5}, "epochs.*like 170; got 1.5"),
         ({"peak_rate": "high"}, "peak_rate.*like 0.3"),
         ({"flip": 1}, "flip.*like true"),
         ({"mask_steps": 4}, "mask_steps.*got 4"),
@@ -160,7 +160,7 @@ def test_settings_change_one_by_one() -> None:
     assert recipe.model_settings["field"] == 9
     assert recipe.model_settings["widths"] == cifar10().model_settings["widths"]
     assert (recipe.patch.height, recipe.patch.width, recipe.mask_steps) == (2, 3, ((0.0, 3),))
-    assert recipe.weights == {"double_masking": 0.7, "plain": 0.1}
+    assert recipe.weights == {**cifar10().weights, "plain": 0.1}
 
 
 def test_the_paper_divides_the_rate_by_ten_after_ten_of_twenty_epochs() -> None:

@@ -13,7 +13,6 @@ from patchguard.data.preprocess import Preprocess, Resize
 from patchguard.data.source import Source
 from patchguard.errors import InputError
 from patchguard.experiments.paper import maps as maps_on_disk
-from patchguard.experiments.paper import models
 from patchguard.experiments.paper.context import Context
 from patchguard.experiments.paper.experiment import Missing
 from patchguard.experiments.paper.rows import enlargement, spaces
@@ -164,15 +163,20 @@ def test_rounding_is_measured_where_it_happens(maps):
     assert found["robust"] + found["clean"] > 0
 
 
+UNTRAINED = ("cifar10_mask_bn17_nearest",)  # which the zoo does not have
+
+
 def test_a_missing_model_says_the_command(context):
-    with pytest.raises(Missing, match=r"no trained cifar10_mask_bn17 here. patchguard train --recipe cifar10_") as it:
-        context.maps(models.bagnet("cifar10").names, "cifar10")
+    with pytest.raises(
+        Missing, match=r"no trained cifar10_mask_bn17_nearest here. patchguard train --recipe cifar10_"
+    ) as it:
+        context.maps(UNTRAINED, "cifar10")
     # What it begins with comes first, and the last command finds it where the first one leaves it.
     *first, last = str(it.value).split("; ")
     assert len({*first, last}) == len(first) + 1 == 3
-    before = context.cache / "models" / "cifar10_mask_bn17_provable"
-    assert f"--recipe cifar10_mask_bn17_provable --out {before}" in first[-1]
-    assert f"--recipe cifar10_mask_bn17 --out {context.cache / 'models' / 'cifar10_mask_bn17'}" in last
+    before = context.cache / "models" / "cifar10_mask_bn17_nearest_provable"
+    assert f"--recipe cifar10_mask_bn17_nearest_provable --out {before}" in first[-1]
+    assert f"--recipe cifar10_mask_bn17_nearest --out {context.cache / 'models' / 'cifar10_mask_bn17_nearest'}" in last
     assert f"--set initial={before / before.name}.safetensors" in last
     with pytest.raises(Missing, match=r"patchguard[.]training[.]pretrained"):
         context.maps("imagenette_resnet50", "cifar10")
@@ -191,13 +195,22 @@ def test_training_fills_the_gap_and_the_next_run_finds_it(context, monkeypatch):
         zoo.save(thin_guard(), options.out / f"{options.recipe.name}.safetensors")
 
     monkeypatch.setattr(run, "train", train)
-    names = models.bagnet("cifar10").names
+    names = UNTRAINED
     made = again(context, train=True)
-    assert made.maps(names, "cifar10").model == "cifar10_mask_bn17"
-    first = context.cache / "models" / "cifar10_mask_bn17_provable" / "cifar10_mask_bn17_provable.safetensors"
-    assert [name for name, _ in trained] == ["cifar10_resnet18", "cifar10_mask_bn17_provable", "cifar10_mask_bn17"]
+    assert made.maps(names, "cifar10").model == "cifar10_mask_bn17_nearest"
+    first = (
+        context.cache
+        / "models"
+        / "cifar10_mask_bn17_nearest_provable"
+        / "cifar10_mask_bn17_nearest_provable.safetensors"
+    )
+    assert [name for name, _ in trained] == [
+        "cifar10_resnet18",
+        "cifar10_mask_bn17_nearest_provable",
+        "cifar10_mask_bn17_nearest",
+    ]
     assert trained[-1][1] == str(first)
-    assert again(context).find(names) == "cifar10_mask_bn17"
+    assert again(context).find(names) == "cifar10_mask_bn17_nearest"
 
 
 def test_a_missing_data_set_says_the_command(tmp_path):

@@ -29,7 +29,7 @@ def cifar10() -> Recipe:
         drift=1e-3,
         weights={"double_masking": 0.55, "claims": 0.1, "plain": 0.35},
         plain_share=0.15,
-        # Twice as many epochs in the time of 80: most of them compute a quarter of the cells.
+        # Such an epoch takes half of the time.
         thin_share=0.85,
         mask_steps=((0.0, 4), (0.8, 2)),
         **_TAUGHT,
@@ -113,7 +113,7 @@ def cifar10_mask_bn17_provable() -> Recipe:
         weights={"provable": 0.7, "plain": 0.3},
         # 15 x 15 windows are few enough to be searched one by one.
         mask_steps=((0.0, 1),),
-        # From nothing, features are learned first: most epochs on quarters of images, at a quarter of the cost.
+        # From nothing, features are learned first: most epochs on quarters of images.
         plain_share=0.7,
         thin_share=0.6,
         **_TAUGHT,

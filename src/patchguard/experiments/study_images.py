@@ -23,6 +23,7 @@ from patchguard.training import pretrained
 SMALL = ("cifar10", "sample")  # as they are; photos are resized and cropped, and the patch lies on the result
 # A photo of 224 x 224 pixels, as ImageNette's often are, stays as it is.
 PHOTO = Preprocess((Resize(shorter=224), CenterCrop(height=224, width=224)))
+PIXEL_BYTES = 12 * 3 * 4  # of a dozen float images: what is shown, its gradient, its velocity, the best so far, ...
 FROM_WEIGHTS = ("imagenette_resnet50", "imagenet_resnet50")
 
 
@@ -50,11 +51,18 @@ class StudyImages:
 
         By default batches are large: in an attack, one image that never breaks keeps its whole batch waiting.
         """
-        at_once = pixels or (2**26 if device.type == "cuda" else 2**17)
-        size = max(1, at_once // (self.size[0] * self.size[1]))
+        size = max(1, (pixels or _at_once(device)) // (self.size[0] * self.size[1]))
         for first in range(0, len(self), size):
             some = slice(first, first + size)
             yield self.numbers[some], self.images[some].to(device).float() / 255, self.targets[some].to(device)
+
+
+def _at_once(device: torch.device) -> int:
+    """Return how many pixels an attack holds at once: on a GPU, in a quarter of the memory that is free."""
+    if device.type != "cuda":
+        return 2**17
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(2**22, free // 4 // PIXEL_BYTES)
 
 
 def open_model(name: str, weights: str | Path | None) -> Guard[Any]:

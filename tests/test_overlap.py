@@ -62,7 +62,7 @@ def test_sums_and_overlaps_and_covers_match_their_definitions(pair, seed) -> Non
     assert torch.equal(torch.cat([p[1] for p in parts], 1), outside)
     per_mask = torch.randint(-9, 10, (2, len(masks)))
     held = (mine | ~theirs.unsqueeze(1)).all(-1)
-    best = torch.where(held, per_mask.unsqueeze(1), overlap.NOTHING).amax(-1)
+    best = torch.where(held, per_mask.unsqueeze(1), overlap.nothing(torch.int64)).amax(-1)
     assert torch.equal(overlap.best_cover(per_mask, masks, windows), best)
 
 

@@ -15,9 +15,9 @@ def integral_image(maps: Tensor, wrap: tuple[bool, bool], copies: int = 2) -> Te
     table = maps.new_empty(tiled.shape[0], tiled.shape[1] + 1, tiled.shape[2] + 1)
     table[:, 0] = 0
     table[:, 1:, 0] = 0
-    torch.cumsum(tiled, 2, out=table[:, 1:, 1:])
+    table[:, 1:, 1:] = tiled.cumsum(2, dtype=maps.dtype)
     if tiled.numel() < SMALL:
-        torch.cumsum(table, 1, out=table)
+        torch.cumsum(table, 1, dtype=maps.dtype, out=table)
     else:  # row by row beats one strided cumsum: each step adds whole rows
         for row in range(2, table.shape[1]):
             table[:, row] += table[:, row - 1]

@@ -1,6 +1,7 @@
 """Exact sums of integer maps over windows, outside windows, and over the masks that overlap them.
 
-Everything here is integer arithmetic on maps (maps, rows, columns). Boxes are summed from integral images; unions of
+Everything here is integer arithmetic on maps (maps, rows, columns), of 64 bits, or of 32 where the caller knows that
+sums stay far below their end. Boxes are summed from integral images; unions of
 several boxes (`Windows.count > 1`) and very small grids are written out cell by cell.
 """
 
@@ -10,12 +11,12 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import Int
 from torch import Tensor
 
 from patchguard.errors import InputError
 from patchguard.integral import SMALL, Place, integral_image, place_of, take
-from patchguard.product import NOTHING, Ranges, heaviest_of_product, is_sorted, ranges
+from patchguard.product import Ranges, heaviest_of_product, is_sorted, nothing, ranges
 from patchguard.windows import Interval, Windows, contains
 
 LARGEST_WORK = 2**38  # multiply-adds of one enumeration over unions; beyond this it would not finish
@@ -32,15 +33,15 @@ def _accelerated(device: torch.device) -> bool:
 
 
 def sums(
-    values: Int64[Tensor, "*maps rows columns"], windows: Windows, table: Tensor | None = None
-) -> Int64[Tensor, "*maps regions"]:
+    values: Int[Tensor, "*maps rows columns"], windows: Windows, table: Tensor | None = None
+) -> Int[Tensor, "*maps regions"]:
     """Return, for each region w, the sum of `values` over w; `table` is their `integral_image`, if it is at hand."""
     maps = values.reshape(-1, *values.shape[-2:])
     if windows.count > 1 or windows.regions * maps[0].numel() <= SMALL:
         return _over_cells(maps, _owned(windows, values.device)).view(*values.shape[:-2], -1)
     if windows.pairs is None and _accelerated(values.device):
         rows, columns = _indicators(windows, values.device)
-        return (rows @ (maps.double() @ columns)).long().reshape(*values.shape[:-2], -1)
+        return (rows @ (maps.double() @ columns)).to(maps.dtype).reshape(*values.shape[:-2], -1)
     if table is None:
         table = integral_image(maps, windows.wrap)
     if windows.pairs is None:
@@ -53,8 +54,8 @@ def sums(
 
 
 def heaviest(
-    values: Int64[Tensor, "*maps rows columns"], masks: Windows, windows: Windows, fill: int = 0
-) -> Int64[Tensor, "*maps regions"]:
+    values: Int[Tensor, "*maps rows columns"], masks: Windows, windows: Windows, fill: int = 0
+) -> Int[Tensor, "*maps regions"]:
     """Return, for each window w, ``max over masks v of the sum over v`` once every cell of w holds `fill`.
 
     With ``fill = 0`` this is max_v sum(v outside w); the attack that erases a class leaves just that.
@@ -79,9 +80,19 @@ def heaviest(
     return found.view(*values.shape[:-2], -1)
 
 
+def heaviest_region(values: Int[Tensor, "maps rows columns"], windows: Windows) -> Int[Tensor, " maps"]:
+    """Return ``max over regions w of the sum over w``; of many unions, no list of sums is kept."""
+    if windows.count == 1:
+        return sums(values, windows).amax(1)
+    # float32 is exact up to 2^24, and twice as fast as float64.
+    exact = torch.float32 if int(values.abs().sum((1, 2)).max()) < 2**24 else torch.float64
+    found = values.flatten(1).to(exact) @ _owned(windows, values.device).mT.to(exact)
+    return found.amax(1).to(values.dtype)
+
+
 def overlaps(
-    maps: Int64[Tensor, "maps rows columns"], masks: Windows, windows: Windows
-) -> Iterator[tuple[slice, Int64[Tensor, "maps some masks"], Int64[Tensor, "some masks"]]]:
+    maps: Int[Tensor, "maps rows columns"], masks: Windows, windows: Windows
+) -> Iterator[tuple[slice, Int[Tensor, "maps some masks"], Int[Tensor, "some masks"]]]:
     """Yield, for some regions w at a time: which, the sum over v outside w, and how many cells v and w share.
 
     This enumerates all pairs: the slow path, for what has no faster one.
@@ -105,8 +116,8 @@ def overlaps(
             yield here, total - inside.long(), (theirs[here] @ mine.mT).long()
 
 
-def best_cover(per_mask: Int64[Tensor, "maps masks"], masks: Windows, windows: Windows) -> Tensor:
-    """Return, for each window, the largest entry among the masks that cover it (`NOTHING` if none does)."""
+def best_cover(per_mask: Int[Tensor, "maps masks"], masks: Windows, windows: Windows) -> Tensor:
+    """Return, for each window, the largest entry among the masks that cover it (`nothing` if none does)."""
     if masks == windows and masks.equal_boxes:
         return per_mask  # equal boxes cover only themselves
     if masks.count == windows.count == 1 and masks.pairs is windows.pairs is None:
@@ -121,7 +132,7 @@ def best_cover(per_mask: Int64[Tensor, "maps masks"], masks: Windows, windows: W
     for here, _, shared in overlaps(ones, masks, windows):
         covering = shared == areas[here]
         for image, entries in enumerate(per_mask):
-            found[image, here] = torch.where(covering, entries, NOTHING).amax(1)
+            found[image, here] = torch.where(covering, entries, nothing(entries.dtype)).amax(1)
     return found
 
 
@@ -188,7 +199,7 @@ def _pieces(
 
 def _over_cells(maps: Tensor, owned: Tensor) -> Tensor:
     # float64 is exact here: sums of evidence stay below 2^50, sums of what defenses add to it below 2^53.
-    return (maps.flatten(1).double() @ owned.mT).long()
+    return (maps.flatten(1).double() @ owned.mT).to(maps.dtype)
 
 
 @lru_cache(maxsize=64)
@@ -231,4 +242,6 @@ def _holders(
 def _best_along(grid: Tensor, outer: tuple[Interval, ...], inner: tuple[Interval, ...], size: int) -> Tensor:
     """The largest entry, along the first axis, among the intervals that hold each inner one."""
     holders = _holders(outer, inner, size, grid.device)
-    return grid.new_full((len(inner), *grid.shape[1:]), NOTHING) if holders is None else holders(grid)
+    if holders is None:
+        return grid.new_full((len(inner), *grid.shape[1:]), nothing(grid.dtype))
+    return holders(grid)

@@ -18,7 +18,10 @@ from torch import Tensor
 from patchguard.integral import Place, integral_image, place_of, take
 from patchguard.windows import Interval, Windows
 
-NOTHING = -(2**62)  # the maximum over no mask
+
+def nothing(dtype: torch.dtype) -> int:
+    """Return the maximum over no mask: below all sums, and far enough from the end to be added to."""
+    return -(2**62) if dtype == torch.int64 else -(2**30)
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Ranges:
 
     def __call__(self, keys: Tensor) -> Tensor:
         """Return the maxima of `keys` along its first axis."""
-        padding = keys.new_full((self.pad, *keys.shape[1:]), NOTHING)
+        padding = keys.new_full((self.pad, *keys.shape[1:]), nothing(keys.dtype))
         keys = torch.cat([padding, keys, padding])
         for step in range(self.level):
             keys = torch.maximum(keys[: -(2**step)], keys[2**step :])
@@ -64,7 +67,7 @@ def heaviest_of_product(
     count, width = maps.shape[0], len(windows.columns)
     total = sums.view(count, len(masks.rows), len(masks.columns)).permute(2, 1, 0).contiguous()
     own = take(total, 0, plan.column)  # unrolled mask columns, mask rows, maps
-    found = maps.new_full((width, height, count), NOTHING)
+    found = maps.new_full((width, height, count), nothing(maps.dtype))
     if plan.apart_rows is not None:
         found = torch.maximum(found, plan.apart_rows(total.amax(0)))
     if plan.apart_columns is not None:
@@ -86,7 +89,7 @@ def _best_of_cases(plan: _Plan, prefix: Tensor, own: Tensor, width: int) -> Tens
     """Max over the masks that share columns with the window, of S(v) - (X[min(b, b')] - X[max(a, a')])."""
     start, stop = (take(prefix, 0, place) for place in plan.mask)  # X[a'], X[b']
     a, b, end = (take(prefix, 0, place) for place in plan.window)
-    found = own.new_full((width, *own.shape[1:]), NOTHING)
+    found = own.new_full((width, *own.shape[1:]), nothing(own.dtype))
     for case, among in plan.cases.items():
         if case == "left":  # a' < a < b' <= b
             best = among(own - stop) + a

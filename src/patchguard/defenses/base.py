@@ -6,7 +6,7 @@ from numbers import Integral
 from typing import ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
 from patchguard import ties
@@ -162,7 +162,7 @@ def check_covered(masks: Windows, windows: Windows, *, otherwise: str = "") -> N
         )
 
 
-def select(values: Int64[Tensor, "batch classes *rest"], label: Int64[Tensor, " batch"]) -> Tensor:
+def select(values: Int[Tensor, "batch classes *rest"], label: Int64[Tensor, " batch"]) -> Tensor:
     """Return the entry of class `label` for each image."""
     return values[torch.arange(len(label), device=label.device), label]
 

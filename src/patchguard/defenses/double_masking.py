@@ -23,7 +23,7 @@ from patchguard.evidence import Evidence, EvidenceMap
 from patchguard.overlap import best_cover, heaviest, sums
 from patchguard.windows import Windows
 
-CLASSES = 64  # rivals compared at once in the second round: bounds the memory
+PAIRS = 2**22  # evidence entries that the second round looks at together: bounds the memory
 
 
 @final
@@ -65,29 +65,34 @@ class DoubleMasking(Defense[Certificate]):
         votes = torch.zeros_like(total).scatter_add_(1, first_round, torch.ones_like(first_round))
         majority = ties.argmax(votes, dim=1)  # z
         label = majority.clone()
-        for claimed in (without(majority, votes) > 0).any(0).nonzero().squeeze(1).tolist():
-            images = ((votes[:, claimed] > 0) & (majority != claimed)).nonzero().squeeze(1)
-            agrees = self._row_agrees(evidence.values[images], claimed) & (first_round[images] == claimed)
+        images, claims = (without(majority, votes) > 0).nonzero().unbind(1)
+        some = max(1, PAIRS // evidence.values[0].numel())
+        for first in range(0, len(images), some):
+            image, claim = images[first : first + some], claims[first : first + some]
+            believed = self._believed(evidence.values[image], claim, first_round[image] == claim.unsqueeze(1))
             # Two masks cannot both be right about different labels: their common pair has only one.
-            label[images[agrees.any(1)]] = claimed
+            label[image[believed]] = claim[believed]
         return Prediction(label=label, scores=total.double() / evidence.scale)
 
-    def _row_agrees(self, values: Tensor, claimed: int) -> Bool[Tensor, "batch masks"]:
-        """Whether l(m, m') is the claimed label for every second mask m'."""
-        gap = values[:, claimed : claimed + 1] - values
-        claim = torch.full((len(gap),), claimed, device=gap.device)
-        doubtful = (self._floor(gap) <= 0).any(2).long()
-        agrees = torch.ones(len(gap), self.masks.regions, dtype=torch.bool, device=gap.device)
-        every = self._chosen(doubtful, claim)
-        for first in range(0, every.shape[1], CLASSES):
-            rivals = every[:, first : first + CLASSES]
-            needed = (rivals < claimed).long().unsqueeze(2)  # a tie goes to the smaller index
-            agrees &= (self._worst_pair(gather(gap, rivals)) >= needed).all(1)
-        return agrees
+    def _believed(
+        self, values: Int64[Tensor, "some classes rows columns"], claim: Tensor, own: Bool[Tensor, "some masks"]
+    ) -> Bool[Tensor, " some"]:
+        """Whether, for some mask m of its `own`, l(m, m') is the claimed label for every second mask m'."""
+        gap = select(values, claim).unsqueeze(1) - values
+        doubtful = ((self._floor(gap) <= 0) & own.unsqueeze(1)).any(2)
+        refuted = torch.zeros_like(own)
+        images, rivals = doubtful.scatter(1, claim.unsqueeze(1), False).nonzero().unbind(1)
+        some = max(1, PAIRS // gap[0, 0].numel())
+        for first in range(0, len(images), some):
+            image, rival = images[first : first + some], rivals[first : first + some]
+            needed = (rival < claim[image]).long().unsqueeze(1)  # a tie goes to the smaller index
+            place, mask = (self._worst_pair(gap[image, rival]) < needed).nonzero().unbind(1)
+            refuted[image[place], mask] = True
+        return (own & ~refuted).any(1)
 
-    def _worst_pair(self, gap: Int64[Tensor, "batch some rows columns"]) -> Int64[Tensor, "batch some masks"]:
+    def _worst_pair(self, gap: Int64[Tensor, "*maps rows columns"]) -> Int64[Tensor, "*maps masks"]:
         """min over m' of the gap outside m and m', for every m."""
-        outside = gap.sum((2, 3)).unsqueeze(2) - sums(gap, self.masks)
+        outside = gap.sum((-2, -1)).unsqueeze(-1) - sums(gap, self.masks)
         return outside - heaviest(gap, self.masks, self.masks)
 
     def _certify(

@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from patchguard.defenses import ClippedSum, DoubleMasking, MajorityVote, RobustMasking, clipped_sum
+from patchguard.defenses import (
+    CellMasking,
+    ClippedSum,
+    DoubleMasking,
+    MajorityVote,
+    Median,
+    RobustMasking,
+    TrimmedMean,
+    clipped_sum,
+)
 from patchguard.errors import InputError
 from patchguard.evidence import Evidence
 from patchguard.experiments.paper import settled
@@ -143,6 +152,34 @@ def test_labels_of_double_masking_where_masks_disagree():
         for target in range(3):
             targets = torch.full((3000,), target)
             assert torch.equal(Sheet(evidence, targets).right(defense), label == targets)
+
+
+@pytest.mark.parametrize("shape", GRIDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "large logits"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_rank_sums_without_positions_are_settled_as_the_defense_certifies(shape, kind, count):
+    windows = replace(GRIDS[shape][0], count=count)
+    evidence, targets = made(windows.grid, kind)
+    cells = windows.largest_area
+    rules = [CellMasking(cells=cells, spatial=False), Median(spatial=False), TrimmedMean(trim=1, spatial=False)]
+    rules.append(TrimmedMean(trim=min(cells, windows.grid[1] // 2 - 1), spatial=False))
+    accepted = [rule for rule in rules if rule.accepts(evidence, windows)]
+    proved = [compare(rule, evidence, windows, targets) for rule in accepted]
+    assert len(proved) >= 2
+    assert max(proved) > 0 or (shape, count) == ("circle", 2)
+
+
+@pytest.mark.parametrize("defense", [RobustMasking, DoubleMasking])
+def test_sums_of_32_bits_say_what_those_of_64_do(defense, monkeypatch):
+    windows = GRIDS["square"][0]
+    evidence, targets = made(windows.grid, "logits")
+    short = Sheet(evidence, targets)
+    proved = short.proved(defense(masks=windows), windows)
+    assert short._values.dtype == torch.int32
+    monkeypatch.setattr(settled, "SHORT", 0)
+    long = Sheet(evidence, targets)
+    assert torch.equal(long.proved(defense(masks=windows), windows), proved)
+    assert long._values.dtype == torch.int64
 
 
 def test_other_rules_are_asked_as_they_are():

@@ -21,9 +21,10 @@ from patchguard.experiments.paper.maps import Maps
 from patchguard.experiments.paper.settled import Sheet
 from patchguard.windows import Windows
 
-# The paper charges no drift; nor do its tables here. LOGITS is its default: c_l = 0, c_h = infinity.
-LOGITS = Evidence(kind="logits", low=0.0)
-SIGNED = Evidence(kind="logits", low=None)
+# The paper charges no drift; nor do its tables here. LOGITS is its default: c_l = 0, c_h = infinity. Ten binary places
+# are as many as float16, in which maps are kept, has for logits between 1 and 2; sums then fit 32 bits.
+LOGITS = Evidence(kind="logits", low=0.0, bits=10)
+SIGNED = Evidence(kind="logits", low=None, bits=10)
 CONFIDENCE = Evidence(kind="confidence")
 PREDICTION = Evidence(kind="prediction")
 VOTE = Evidence(kind="vote", threshold=0.2)

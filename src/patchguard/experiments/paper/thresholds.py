@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import final
 
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Bool, Int, Int64
 from torch import Tensor
 
 from patchguard import ties
@@ -25,10 +25,10 @@ from patchguard.experiments.paper.context import Context
 from patchguard.experiments.paper.experiment import TITLES, Missing, Result, Row, Table
 from patchguard.experiments.paper.maps import Maps
 from patchguard.experiments.paper.rows import described, differs, spaces
-from patchguard.experiments.paper.settled import Sheet, shared
+from patchguard.experiments.paper.settled import Sheet, shared, short
 from patchguard.experiments.paper.tally import LOGITS, masking, over_batches, rounding, told
 from patchguard.overlap import heaviest, sums
-from patchguard.product import NOTHING
+from patchguard.product import nothing
 from patchguard.windows import Windows
 
 PAIRS = 256  # of images and windows that are searched together
@@ -116,29 +116,30 @@ class Bounds:
     evidence: EvidenceMap
     windows: Windows
     targets: Int64[Tensor, " some"]
-    total: Int64[Tensor, "some classes"]
-    inside: Int64[Tensor, "some classes regions"]
-    heavy: Int64[Tensor, "some regions"]
+    total: Int[Tensor, "some classes"]
+    inside: Int[Tensor, "some classes regions"]
+    heavy: Int[Tensor, "some regions"]
 
     @classmethod
     def of(cls, evidence: EvidenceMap, windows: Windows, targets: Tensor) -> "Bounds":
         """Compute them for a batch."""
-        values = evidence.values
+        values = short(evidence.values)
         heavy = heaviest(select(values, targets), windows, windows)
-        return cls(evidence, windows, targets, values.sum((2, 3)), sums(values, windows), heavy)
+        total = values.sum((2, 3), dtype=values.dtype)
+        return cls(evidence, windows, targets, total, sums(values, windows), heavy)
 
-    @property
-    def hidden(self) -> Int64[Tensor, "some classes"]:
+    @cached_property
+    def hidden(self) -> Int[Tensor, "some classes"]:
         """H_k."""
         return self.inside.amax(2)
 
-    @property
-    def rest(self) -> Int64[Tensor, "some classes regions"]:
+    @cached_property
+    def rest(self) -> Int[Tensor, "some classes regions"]:
         """t_k."""
         return self.total.unsqueeze(2) - self.inside
 
     @cached_property
-    def mine(self) -> Int64[Tensor, "some regions"]:
+    def mine(self) -> Int[Tensor, "some regions"]:
         """t_y."""
         return select(self.rest, self.targets)
 
@@ -160,8 +161,8 @@ class Bounds:
             return torch.zeros_like(right)
         # The short forms below are for boxes that cover only themselves, which an attack can fill past any threshold.
         room = self.evidence.high * self.windows.largest_area
-        short = self.windows.equal_boxes and not any(self.windows.wrap)
-        if not short or bool((p * self.total > (q - p) * room).any()):
+        alone = self.windows.equal_boxes and not any(self.windows.wrap)
+        if not alone or p * int(self.total.max()) > (q - p) * room:
             return Sheet(self.evidence, self.targets).proved(
                 RobustMasking(masks=self.windows, threshold=threshold), self.windows
             )
@@ -180,8 +181,9 @@ class Bounds:
         least = (q - p) * (self.mine - self.heavy)
         surely = (q - p) * (self.hidden.unsqueeze(2) - self.inside) > p * self.rest
         maybe = (q - p) * self.hidden.unsqueeze(2) > p * self.rest
-        smallest = self._strongest(torch.where(maybe, q - p, q) * self.rest)
-        largest = self._strongest(torch.where(surely, q - p, q) * self.rest)
+        detected, missed = (q - p) * self.rest, q * self.rest
+        smallest = self._strongest(torch.where(maybe, detected, missed))
+        largest = self._strongest(torch.where(surely, detected, missed))
         proved = right & (least > largest).all(1)
         failed = (most <= smallest).any(1)
         open_windows = (least <= largest) & (most > smallest) & (right & ~proved & ~failed).unsqueeze(1)
@@ -200,14 +202,14 @@ class Bounds:
             fails[image[~ahead.scatter(1, label, True).all(1)]] = True
         return (right & ~failed & ~fails) | proved
 
-    def _strongest(self, values: Int64[Tensor, "some classes regions"]) -> Int64[Tensor, "some regions"]:
+    def _strongest(self, values: Int[Tensor, "some classes regions"]) -> Int[Tensor, "some regions"]:
         """The largest among the rivals of the true class."""
         own = self.targets.view(-1, 1, 1).expand(-1, 1, values.shape[2])
-        return values.scatter(1, own, NOTHING).amax(1)
+        return values.scatter(1, own, nothing(values.dtype)).amax(1)
 
     def _masked(
         self, image: Int64[Tensor, " pairs"], region: Int64[Tensor, " pairs"], p: int, q: int
-    ) -> Int64[Tensor, " pairs"]:
+    ) -> Int[Tensor, " pairs"]:
         """The heaviest a_y(v) of the masks that an attack on the window can make pass T."""
         label = self.targets[image]
         common, cells = shared(self.evidence.values[image, label], self.windows, region)
@@ -216,7 +218,7 @@ class Bounds:
         passes = (q - p) * (outside + self.evidence.high * cells) > p * (rest - outside)
         return torch.where(passes, outside, 0).amax(1)
 
-    def _outside(self, image: Tensor, rival: Tensor, region: Tensor) -> Int64[Tensor, " some"]:
+    def _outside(self, image: Tensor, rival: Tensor, region: Tensor) -> Int[Tensor, " some"]:
         """The heaviest a_k(v) of all masks."""
         common, _ = shared(self.evidence.values[image, rival], self.windows, region)
         return (self.inside[image, rival] - common).amax(1)

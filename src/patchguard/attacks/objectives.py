@@ -158,9 +158,9 @@ SCORES: dict[type, Callable[[Any, Maps], Tensor]] = {
 
 
 def pair_score(defense: DoubleMasking, soft: Maps, case: Case) -> Scores:
-    r"""How far the aim c leads under one mask m and every second mask: double masking then answers c.
+    r"""How far beyond tau the aim c leads under one mask m and every second mask: double masking then answers c.
 
-        max over m of  - max over m', k != c of  (S_k - S_c)(outside m and m'),
+        max over m of  - tau - max over m', k != c of  (S_k - S_c)(outside m and m'),
         score = that for the m that leaves the target y least, once the patch's own cells are gone, less the mean
                 of what is lacking where it is.
 
@@ -173,7 +173,7 @@ def pair_score(defense: DoubleMasking, soft: Maps, case: Case) -> Scores:
     rest = gap.detach() if case.owned is None else gap.detach().masked_fill(case.owned, 0)
     first = box_sums(rest.unsqueeze(1), defense.masks).squeeze(1).argmax(1)
     kept = ~_cells(defense.masks, soft.device)[first]
-    return _worst_mask_score(defense.masks, soft, aim, case.target, kept)
+    return _worst_mask_score(defense.masks, soft, aim, case.target, kept, defense.tau)
 
 
 def agreement_score(defense: MaskedAgreement, soft: Maps, case: Case) -> Scores:
@@ -182,12 +182,14 @@ def agreement_score(defense: MaskedAgreement, soft: Maps, case: Case) -> Scores:
     return _worst_mask_score(defense.masks, soft, aim, case.target, None)
 
 
-def _worst_mask_score(masks: Windows, soft: Maps, aim: Tensor, target: Tensor, kept: Tensor | None) -> Scores:
+def _worst_mask_score(
+    masks: Windows, soft: Maps, aim: Tensor, target: Tensor, kept: Tensor | None, wanted: float = 0.0
+) -> Scores:
     others = _others(soft, aim, target)
     lead = gather(soft, others) - of_class(soft, aim).unsqueeze(1)  # of the others over the aim
     plain = lead.sum((2, 3)).amax(1)
     seen = lead if kept is None else lead * kept.unsqueeze(1)
-    outside = (seen.sum((2, 3)).unsqueeze(2) - box_sums(seen, masks)).amax(1)  # batch, masks
+    outside = (seen.sum((2, 3)).unsqueeze(2) - box_sums(seen, masks)).amax(1) + wanted  # batch, masks
     lacking = outside.clamp(min=0).sum(1) / (outside > 0).sum(1).clamp(min=1)
     return -(outside.amax(1) + lacking + LEAK * (plain - plain.detach()))
 

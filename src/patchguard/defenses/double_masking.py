@@ -14,9 +14,11 @@ from patchguard.defenses.base import (
     boxes_of,
     check_covered,
     check_masks,
+    check_tau,
     gather,
     select,
     strongest,
+    tau_units,
     without,
 )
 from patchguard.evidence import Evidence, EvidenceMap
@@ -32,11 +34,15 @@ class DoubleMasking(Defense[Certificate]):
     r"""Two rounds of masking; evidence may be signed.
 
     Rule.     l(m, m') = argmax_k S_k(outside m and m'), l(m) = l(m, m)   (ties: smallest k).
-              If all l(m) agree: that label. Else let z be the label of most masks (ties: smallest). If some mask m with
-              l(m) != z has l(m, m') = l(m) for every m': that l(m). Else z.
-    Theorem.  If for every w some mask m that covers w has l(m, m') = y for every mask m', then after any attack on any
-              w the label is y. The margin is
-                  min over w, max over m covering w, min over m' and k != y of  (S_y - S_k)(outside m and m').
+              If all l(m) agree: that label. Else let z be the label of most masks (ties: smallest). A mask m with
+              l(m) = c != z is believed if, for every m', c is still the argmax outside m and m' when T is taken off S_c
+              (tau = 0: if l(m, m') = c). If some mask is believed: its label. Else z. T is tau in units, rounded down.
+    Theorem.  If for every w some mask m that covers w has (S_y - S_k)(outside m and m') > T for every mask m' and
+              k != y, then after any attack on any w the label is y. The margin is
+                  min over w, max over m covering w, min over m' and k != y of  (S_y - S_k)(outside m and m') - T.
+
+    `tau`, in units of evidence, is the lead with which a mask may overrule the majority. A larger one changes fewer
+    labels of clean images, and proves fewer.
 
     The `scores` of a prediction are the plain sums S_k; the label need not be their argmax. Sound, not exact.
     `masks.count > 1` uses unions of that many boxes: several patches, at the cost of their number squared. Cost:
@@ -44,8 +50,12 @@ class DoubleMasking(Defense[Certificate]):
     """
 
     masks: Windows
+    tau: float = 0.0
     default_evidence: ClassVar[Evidence] = Evidence(kind="logits", low=None)
     largest_top_k: ClassVar[int | None] = 1
+
+    def __post_init__(self) -> None:
+        check_tau(self.tau)
 
     def exact(self, evidence: EvidenceMap, windows: Windows) -> bool:
         """Sound only: the label may hold though no single mask proves it."""
@@ -64,26 +74,27 @@ class DoubleMasking(Defense[Certificate]):
         first_round = ties.argmax(seen, dim=1)  # l(m)
         votes = torch.zeros_like(total).scatter_add_(1, first_round, torch.ones_like(first_round))
         majority = ties.argmax(votes, dim=1)  # z
+        lead = tau_units(self.tau, evidence)  # T
         label = majority.clone()
         for claimed in (without(majority, votes) > 0).any(0).nonzero().squeeze(1).tolist():
             images = ((votes[:, claimed] > 0) & (majority != claimed)).nonzero().squeeze(1)
-            agrees = self._row_agrees(evidence.values[images], claimed) & (first_round[images] == claimed)
-            # Two masks cannot both be right about different labels: their common pair has only one.
-            label[images[agrees.any(1)]] = claimed
+            leads = self._row_leads(evidence.values[images], claimed, lead)
+            # Two masks cannot both be believed for different labels: one of these does not lead behind their pair.
+            label[images[(leads & (first_round[images] == claimed)).any(1)]] = claimed
         return Prediction(label=label, scores=total.double() / evidence.scale)
 
-    def _row_agrees(self, values: Tensor, claimed: int) -> Bool[Tensor, "batch masks"]:
-        """Whether l(m, m') is the claimed label for every second mask m'."""
+    def _row_leads(self, values: Tensor, claimed: int, lead: int) -> Bool[Tensor, "batch masks"]:
+        """Whether, for every second mask m', the claimed label is the argmax even if it gives `lead` away."""
         gap = values[:, claimed : claimed + 1] - values
         claim = torch.full((len(gap),), claimed, device=gap.device)
-        doubtful = (self._floor(gap) <= 0).any(2).long()
-        agrees = torch.ones(len(gap), self.masks.regions, dtype=torch.bool, device=gap.device)
+        doubtful = (self._floor(gap) <= lead).any(2).long()
+        leads = torch.ones(len(gap), self.masks.regions, dtype=torch.bool, device=gap.device)
         every = self._chosen(doubtful, claim)
         for first in range(0, every.shape[1], CLASSES):
             rivals = every[:, first : first + CLASSES]
-            needed = (rivals < claimed).long().unsqueeze(2)  # a tie goes to the smaller index
-            agrees &= (self._worst_pair(gather(gap, rivals)) >= needed).all(1)
-        return agrees
+            needed = lead + (rivals < claimed).long().unsqueeze(2)  # a tie goes to the smaller index
+            leads &= (self._worst_pair(gather(gap, rivals)) >= needed).all(1)
+        return leads
 
     def _worst_pair(self, gap: Int64[Tensor, "batch some rows columns"]) -> Int64[Tensor, "batch some masks"]:
         """min over m' of the gap outside m and m', for every m."""
@@ -105,7 +116,7 @@ class DoubleMasking(Defense[Certificate]):
         there = pairs.gather(2, mask.view(-1, 1, 1).expand(-1, pairs.shape[1], 1)).squeeze(2)
         return Certificate(
             label=label,
-            margin=margin.squeeze(1).double() / evidence.scale,
+            margin=(margin.squeeze(1) - tau_units(self.tau, evidence)).double() / evidence.scale,
             weakest=boxes_of(region, windows),
             rival=rivals.gather(1, ties.argmin(there, dim=1).unsqueeze(1)).squeeze(1),
         )

@@ -123,18 +123,21 @@ def test_masks_smaller_than_the_windows_are_left_to_the_defense():
 @pytest.mark.parametrize("shape", GRIDS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pair", ["own masks", "larger masks"])
-def test_double_masking_is_settled_as_the_defense_certifies(shape, kind, pair):
+@pytest.mark.parametrize("tau", [0.0, 0.3])
+def test_double_masking_is_settled_as_the_defense_certifies(shape, kind, pair, tau):
     small, large = GRIDS[shape]
     evidence, targets = made(small.grid, kind)
-    defense = DoubleMasking(masks=small if pair == "own masks" else large)
+    lead = tau * {"large logits": 6000, "prediction": 10}.get(kind, 1)
+    defense = DoubleMasking(masks=small if pair == "own masks" else large, tau=lead)
     assert 0 < compare(defense, evidence, small, targets) < len(targets)
 
 
-def test_labels_of_double_masking_where_masks_disagree():
+@pytest.mark.parametrize("tau", [0.0, 0.5])
+def test_labels_of_double_masking_where_masks_disagree(tau):
     """Masks of all sizes on a small grid: majorities that stand, and such that one mask overrules, rightly and not."""
     generator = torch.Generator().manual_seed(0)
     for size in ((2, 2), (3, 2), (3, 3)):
-        defense = DoubleMasking(masks=Windows.sliding(grid=(4, 4), size=size))
+        defense = DoubleMasking(masks=Windows.sliding(grid=(4, 4), size=size), tau=tau)
         logits = (
             torch.randn(3000, 3, 4, 4, generator=generator).sign() * torch.rand(3000, 3, 4, 4, generator=generator) ** 3
         )

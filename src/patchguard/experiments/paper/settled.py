@@ -15,7 +15,7 @@ from torch import Tensor
 
 from patchguard import ties
 from patchguard.defenses import ClippedSum, DoubleMasking, MajorityVote, RobustMasking
-from patchguard.defenses.base import Defense, select
+from patchguard.defenses.base import Defense, select, tau_units
 from patchguard.defenses.clipped_sum import enumerable
 from patchguard.evidence import EvidenceMap
 from patchguard.integral import integral_image
@@ -53,7 +53,7 @@ class Sheet:
         if self.evidence.lower is self.evidence.values is self.evidence.upper:  # no drift
             quick = None
             if isinstance(defense, DoubleMasking) and top_k == 1:
-                quick = self._doubly_masked(defense.masks, windows, right)
+                quick = self._doubly_masked(defense, windows, right)
             elif isinstance(defense, RobustMasking) and defense.threshold == 0:
                 quick = self._masked(defense.masks, windows, top_k, right)
             elif isinstance(defense, ClippedSum | MajorityVote) and defense.spatial and top_k == 1:
@@ -95,7 +95,7 @@ class Sheet:
         images, claims = ((votes > 0) & others & (right.unsqueeze(1) | true)).nonzero().unbind(1)
         if masks.count == 1 and not any(masks.wrap):
             chosen = [
-                self._withstands(masks, first_round, each, claim, majority[each])
+                self._withstands(defense, first_round, each, claim, majority[each])
                 for each, claim in zip(*(torch.split(these, self._at_once) for these in (images, claims)), strict=True)
             ]
             images = images[torch.cat(chosen)]
@@ -105,14 +105,15 @@ class Sheet:
         return right
 
     def _withstands(
-        self, masks: Windows, first_round: Tensor, images: Tensor, claims: Tensor, majority: Tensor
+        self, defense: DoubleMasking, first_round: Tensor, images: Tensor, claims: Tensor, majority: Tensor
     ) -> Bool[Tensor, " some"]:
-        """Whether some mask for `claims` keeps it ahead of the majority's label when one bad second mask is added."""
+        """Whether some mask for `claims` keeps it T ahead of the majority's label when one bad second mask is added."""
+        masks, lead = defense.masks, tau_units(defense.tau, self.evidence)
         gap = self.evidence.values[images, claims] - self.evidence.values[images, majority]
         inside = self._over(masks)[images, claims] - self._over(masks)[images, majority]
         second = ties.argmax(inside, dim=1)
         hidden = inside + inside.gather(1, second.unsqueeze(1)) - shared(gap, masks, second)[0]
-        ahead = gap.sum((1, 2)).unsqueeze(1) - hidden >= (majority < claims).long().unsqueeze(1)
+        ahead = gap.sum((1, 2)).unsqueeze(1) - hidden >= lead + (majority < claims).long().unsqueeze(1)
         return (ahead & (first_round[images] == claims.unsqueeze(1))).any(1)
 
     # -- proofs --------------------------------------------------------------------------------------------------------
@@ -172,19 +173,21 @@ class Sheet:
         return self._ranked[key][:, top_k - 1]
 
     def _doubly_masked(
-        self, masks: Windows, windows: Windows, right: Bool[Tensor, " batch"]
+        self, defense: DoubleMasking, windows: Windows, right: Bool[Tensor, " batch"]
     ) -> Bool[Tensor, " batch"] | None:
-        """`DoubleMasking(masks).certify(evidence, windows, targets).certified` of right labels, without drift.
+        """`defense.certify(evidence, windows, targets).certified` of right labels, without drift.
 
-        With g_k = u_y - u_k, equal boxes cover only themselves, so certified means: g_k outside m and m' is positive
-        for all rivals k and all pairs. Not so where it is not positive outside one mask alone. Surely so where what one
-        mask leaves exceeds all that a second one could hide. Only what lies between is searched, gap by gap. None for
-        other masks.
+        With g_k = u_y - u_k, equal boxes cover only themselves, so certified means: g_k outside m and m', less T, is
+        positive for all rivals k and all pairs. Not so where it is not positive outside one mask alone. Surely so where
+        what one mask leaves exceeds all that a second one could hide. Only what lies between is searched, gap by gap.
+        None for other masks.
         """
+        masks = defense.masks
         if not (masks == windows and windows.equal_boxes):
             return None
         seen = self._total.unsqueeze(2) - self._over(masks)
-        outside = select(seen, self.targets).unsqueeze(1) - seen  # batch, classes, masks
+        # batch, classes, masks
+        outside = select(seen, self.targets).unsqueeze(1) - seen - tau_units(defense.tau, self.evidence)
         least = outside.amin(2)
         rival = ~torch.nn.functional.one_hot(self.targets, least.shape[1]).bool()
         proved = right & ~((least <= 0) & rival).any(1)

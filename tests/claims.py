@@ -213,7 +213,7 @@ def wrong(name):
         claim["label"] = bool(claim["label"])
 
     def tau(claim, _):
-        claim["defense"]["tau"] = claim["defense"].get("tau", 0.0) + 1.0
+        claim["defense"]["tau"] = 1e6  # beyond what any second mask takes away
 
     return locals()[name]
 
@@ -241,19 +241,15 @@ def decided_by_tau() -> bytes:
 
 
 def trailing() -> bytes:
-    """A negative tau, which would raise every margin and let two labels overrule each other."""
+    """A negative tau, which no mask fails: all else in the file is as with none."""
 
     def negative(claim, _):
-        scale, margin = claim["units"]["scale"], claim["margin"]
         claim["defense"]["tau"] = -1.0
-        margin["units"] += scale
-        margin["value"], claim["certified"] = margin["units"] / scale, margin["units"] > 0
 
     for data in honest_files("DoubleMasking", 10**4):
-        claim, _ = verify.read(data)
-        if claim["certified"] and "tau" not in claim["defense"]:
+        if "tau" not in verify.read(data)[0]["defense"]:
             return edited(data, negative)
-    raise AssertionError("no claim is certified")
+    raise AssertionError("every rule has a tau")
 
 
 def uncovered() -> bytes:

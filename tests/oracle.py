@@ -93,16 +93,16 @@ def double_masking(masks: np.ndarray, tau: int = 0) -> Rule:
             values, counts = np.unique(single, return_counts=True)
             answer = values[counts.argmax()]
             for m in range(len(masks)):
-                if single[m] != answer and leads(table[m], single[m]):
+                if single[m] != answer and leads(table[m], single[m]) and leads(table[m, [m]], single[m], tau):
                     answer = single[m]
                     break
             answers[b] = answer
         return answers
 
-    def leads(sums: np.ndarray, c: int) -> bool:
+    def leads(sums: np.ndarray, c: int, by: int = 0) -> bool:
         others = [k for k in range(sums.shape[1]) if k != c]
         gap = sums[:, [c]] - sums[:, others]
-        return bool(((gap > tau) | ((gap == tau) & (c < np.array(others)))).all())
+        return bool(((gap > by) | ((gap == by) & (c < np.array(others)))).all())
 
     return rule
 
@@ -261,18 +261,19 @@ def double_masking_margin(
         seen = (u * (1 - hidden)).sum(1)
         return min(int(seen[y] - seen[k]) for k in range(len(u)) if k != y)
 
+    tau = 0 if mutant == "no tau" else tau
     worst = []
     for w in regions:
         rows = []
         for m in masks:
             if not (m >= w).all() and mutant != "any mask":
                 continue
-            partners = [m] if mutant == "one round" else masks
+            partners = [m] if mutant in ("one round", "tau in place of a second round") else masks
             if mutant == "disjoint pairs":
                 partners = [n for n in masks if not (m * n).any()] or [m]
-            rows.append(min(gap(np.maximum(m, n)) for n in partners))
+            rows.append(min(gap(m) - tau, *(gap(np.maximum(m, n)) for n in partners)))
         worst.append(max(rows))
-    return Fraction(min(worst) - (0 if mutant == "no tau" else tau))
+    return Fraction(min(worst))
 
 
 def agreement_margin(

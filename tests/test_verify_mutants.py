@@ -47,8 +47,10 @@ MUTANTS = {
     "any mask covers": ("covering = self.masks.sums(cells) == cells.sum()", "covering = self.masks.sums(cells) >= 0"),
     "the worst covering mask": ("worst[covering].max()", "worst[covering].min()"),
     "one round of masking": ("believed.append(bool((sums.argmax(axis=0) == claim).all()))", "believed.append(True)"),
-    "the majority is overruled without a lead": ("sums[claim] -= self.lead", "sums[claim] -= 0"),
-    "no lead in the margin": ("len(self.masks.places))]) - self.lead", "len(self.masks.places))])"),
+    "the majority is overruled without a lead": ("sums[claim, mask] -= self.lead", "sums[claim, mask] -= 0"),
+    "no lead in the margin": ("sums[:, mask] -= self.lead", "sums[:, mask] -= 0"),
+    "the lead is asked behind every pair": ("sums[claim, mask] -= self.lead", "sums[claim] -= self.lead"),
+    "the margin charges the lead behind every pair": ("sums[:, mask] -= self.lead", "sums -= self.lead"),
     "tau is rounded up": ("math.floor(Fraction(tau)", "math.ceil(Fraction(tau)"),
     "tau may be negative": ("not 0 <= tau <= LARGEST_TAU", "not tau <= LARGEST_TAU"),
     "half the loss": ("gap - size * self.span", "gap - size * self.span // 2"),
@@ -61,7 +63,7 @@ MUTANTS = {
 
 @pytest.fixture(scope="module")
 def corpus() -> tuple[list[bytes], list[bytes]]:
-    good = [*(data for rule in RULES for data in honest_files(rule, 120)), decided_by_tau()]
+    good = [*(data for rule in RULES for data in honest_files(rule, 160)), decided_by_tau()]
     return good, [forged for data in good[::6] for forged in dishonest(data)] + [uncovered(), trailing()]
 
 

@@ -376,11 +376,12 @@ class DoubleMasking:
     """Hide one mask, then a second one.
 
     Rule.     l(m, m') is the class with the largest sum outside m and m', l(m) = l(m, m), z the label of most masks
-              (ties: smallest). If some l(m) = c != z is, for every m', still the class with the largest sum outside m
-              and m' when T is taken off its own: that c. Else z. T is tau in units, rounded down.
-    Theorem.  The label stays y under any attack on w if some mask m that covers w has (S_y - S_k)(outside m and m') > T
-              for every m' and k != y. The margin in w is
-                  max over m covering w, min over m' and k != y of (lower_y - upper_k)(outside m and m') - T.
+              (ties: smallest). If some l(m) = c != z has l(m, m') = c for every m', and is still the class with the
+              largest sum outside m alone when T is taken off its own: that c. Else z. T is tau in units, rounded down.
+    Theorem.  The label stays y under any attack on w if some mask m that covers w has, for every k != y,
+              (S_y - S_k)(outside m) > T and (S_y - S_k)(outside m and m') > 0 for every m'. The margin in w is
+                  max over m covering w, min over k != y of the smaller one of (lower_y - upper_k)(outside m) - T and
+                  min over m' of (lower_y - upper_k)(outside m and m').
     """
 
     masks: Boxes
@@ -394,7 +395,7 @@ class DoubleMasking:
             sums = self._outside_both(mask, values)
             claim = int(sums[:, mask].argmax())  # numpy promises the first of equals
             single.append(claim)
-            sums[claim] -= self.lead
+            sums[claim, mask] -= self.lead
             believed.append(bool((sums.argmax(axis=0) == claim).all()))
         majority = int(np.bincount(single).argmax())
         deviating = [y for y, holds in zip(single, believed, strict=True) if y != majority and holds]
@@ -403,7 +404,12 @@ class DoubleMasking:
     def margins(self, label: int, lower: Integers, upper: Integers, windows: Boxes) -> tuple[list[int], set[int]]:
         """The margin in each window, and the rivals that attain the smallest."""
         gaps = lower[label] - upper
-        table = np.array([self._outside_both(m, gaps).min(axis=1) for m in range(len(self.masks.places))]) - self.lead
+        rows = []
+        for mask in range(len(self.masks.places)):
+            sums = self._outside_both(mask, gaps)
+            sums[:, mask] -= self.lead
+            rows.append(sums.min(axis=1))
+        table = np.array(rows)
         worst = np.delete(table, label, axis=1).min(axis=1)  # of each mask m
         margins = []
         for window in range(len(windows.places)):
@@ -412,8 +418,8 @@ class DoubleMasking:
             if not covering.any():
                 raise Refused(f"window {window} lies in no mask")
             margins.append(int(worst[covering].max()))
-        rows, classes = np.nonzero(table == min(margins))
-        closest = {int(k) for m, k in zip(rows, classes, strict=True) if k != label and worst[m] == min(margins)}
+        masks, classes = np.nonzero(table == min(margins))
+        closest = {int(k) for m, k in zip(masks, classes, strict=True) if k != label and worst[m] == min(margins)}
         return margins, closest
 
     def _outside_both(self, mask: int, maps: Integers) -> Integers:

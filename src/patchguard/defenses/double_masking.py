@@ -35,14 +35,18 @@ class DoubleMasking(Defense[Certificate]):
 
     Rule.     l(m, m') = argmax_k S_k(outside m and m'), l(m) = l(m, m)   (ties: smallest k).
               If all l(m) agree: that label. Else let z be the label of most masks (ties: smallest). A mask m with
-              l(m) = c != z is believed if, for every m', c is still the argmax outside m and m' when T is taken off S_c
-              (tau = 0: if l(m, m') = c). If some mask is believed: its label. Else z. T is tau in units, rounded down.
-    Theorem.  If for every w some mask m that covers w has (S_y - S_k)(outside m and m') > T for every mask m' and
-              k != y, then after any attack on any w the label is y. The margin is
-                  min over w, max over m covering w, min over m' and k != y of  (S_y - S_k)(outside m and m') - T.
+              l(m) = c != z is believed if l(m, m') = c for every m', and c is still the argmax outside m alone when T
+              is taken off S_c. If some mask is believed: its label. Else z. T is tau in units, rounded down.
+    Theorem.  If for every w some mask m that covers w has, for every k != y, (S_y - S_k)(outside m) > T and
+              (S_y - S_k)(outside m and m') > 0 for every mask m', then after any attack on any w the label is y. With
+              g_k = u_y - u_k the margin is
+                  min over w, max over m covering w, min over k != y of
+                      g_k(outside m) - max( T, max over m' of g_k(m' outside m) ):
+              a second mask counts as if it took T or more away.
 
-    `tau`, in units of evidence, is the lead with which a mask may overrule the majority. A larger one changes fewer
-    labels of clean images, and proves fewer.
+    `tau`, in units of evidence, is the lead behind one mask with which it may overrule the majority. On clean images a
+    mask may hide the object, and what is left speaks, weakly, for another class. A larger `tau` overrules less, and
+    proves less.
 
     The `scores` of a prediction are the plain sums S_k; the label need not be their argmax. Sound, not exact.
     `masks.count > 1` uses unions of that many boxes: several patches, at the cost of their number squared. Cost:
@@ -78,35 +82,38 @@ class DoubleMasking(Defense[Certificate]):
         label = majority.clone()
         for claimed in (without(majority, votes) > 0).any(0).nonzero().squeeze(1).tolist():
             images = ((votes[:, claimed] > 0) & (majority != claimed)).nonzero().squeeze(1)
-            leads = self._row_leads(evidence.values[images], claimed, lead)
-            # Two masks cannot both be believed for different labels: one of these does not lead behind their pair.
-            label[images[(leads & (first_round[images] == claimed)).any(1)]] = claimed
+            believed = self._row_agrees(evidence.values[images], claimed, lead) & (first_round[images] == claimed)
+            # Two masks cannot both be believed for different labels: their common pair has only one.
+            label[images[believed.any(1)]] = claimed
         return Prediction(label=label, scores=total.double() / evidence.scale)
 
-    def _row_leads(self, values: Tensor, claimed: int, lead: int) -> Bool[Tensor, "batch masks"]:
-        """Whether, for every second mask m', the claimed label is the argmax even if it gives `lead` away."""
+    def _row_agrees(self, values: Tensor, claimed: int, lead: int) -> Bool[Tensor, "batch masks"]:
+        """Whether l(m, m') is the claimed label for every second mask m', and l(m) even if it gives `lead` away."""
         gap = values[:, claimed : claimed + 1] - values
         claim = torch.full((len(gap),), claimed, device=gap.device)
-        doubtful = (self._floor(gap) <= lead).any(2).long()
-        leads = torch.ones(len(gap), self.masks.regions, dtype=torch.bool, device=gap.device)
+        doubtful = (self._floor(gap, lead) <= 0).any(2).long()
+        agrees = torch.ones(len(gap), self.masks.regions, dtype=torch.bool, device=gap.device)
         every = self._chosen(doubtful, claim)
         for first in range(0, every.shape[1], CLASSES):
             rivals = every[:, first : first + CLASSES]
-            needed = lead + (rivals < claimed).long().unsqueeze(2)  # a tie goes to the smaller index
-            leads &= (self._worst_pair(gather(gap, rivals)) >= needed).all(1)
-        return leads
+            needed = (rivals < claimed).long().unsqueeze(2)  # a tie goes to the smaller index
+            agrees &= (self._worst_pair(gather(gap, rivals), lead) >= needed).all(1)
+        return agrees
 
-    def _worst_pair(self, gap: Int64[Tensor, "batch some rows columns"]) -> Int64[Tensor, "batch some masks"]:
-        """min over m' of the gap outside m and m', for every m."""
+    def _worst_pair(
+        self, gap: Int64[Tensor, "batch some rows columns"], lead: int
+    ) -> Int64[Tensor, "batch some masks"]:
+        """min over m' of the gap outside m and m', for every m, or what `lead` leaves outside m if that is less."""
         outside = gap.sum((2, 3)).unsqueeze(2) - sums(gap, self.masks)
-        return outside - heaviest(gap, self.masks, self.masks)
+        return outside - heaviest(gap, self.masks, self.masks).clamp(min=lead)
 
     def _certify(
         self, evidence: EvidenceMap, windows: Windows, label: Int64[Tensor, " batch"], top_k: int
     ) -> Certificate:
         gap = select(evidence.lower, label).unsqueeze(1) - evidence.upper
-        rivals = self._contenders(gap, label)
-        pairs = self._worst_pair(gather(gap, rivals))  # batch, rivals, masks
+        lead = tau_units(self.tau, evidence)  # T
+        rivals = self._contenders(gap, label, lead)
+        pairs = self._worst_pair(gather(gap, rivals), lead)  # batch, rivals, masks
         worst = pairs.amin(1)
         covered = best_cover(worst, self.masks, windows)
         region = ties.argmin(covered, dim=1)
@@ -116,21 +123,21 @@ class DoubleMasking(Defense[Certificate]):
         there = pairs.gather(2, mask.view(-1, 1, 1).expand(-1, pairs.shape[1], 1)).squeeze(2)
         return Certificate(
             label=label,
-            margin=(margin.squeeze(1) - tau_units(self.tau, evidence)).double() / evidence.scale,
+            margin=margin.squeeze(1).double() / evidence.scale,
             weakest=boxes_of(region, windows),
             rival=rivals.gather(1, ties.argmin(there, dim=1).unsqueeze(1)).squeeze(1),
         )
 
-    def _contenders(self, gap: Tensor, label: Tensor) -> Int64[Tensor, "batch some"]:
+    def _contenders(self, gap: Tensor, label: Tensor, lead: int) -> Int64[Tensor, "batch some"]:
         """The rivals that can come closest: at their conceivable worst no better than the runner-up at its actual."""
         runner_up = strongest(-gap.sum((2, 3)), label, 1)
-        reference = self._worst_pair(gather(gap, runner_up))
-        return self._chosen((self._floor(gap) <= reference).any(2).long(), label)
+        reference = self._worst_pair(gather(gap, runner_up), lead)
+        return self._chosen((self._floor(gap, lead) <= reference).any(2).long(), label)
 
-    def _floor(self, gap: Tensor) -> Int64[Tensor, "batch classes masks"]:
+    def _floor(self, gap: Tensor, lead: int) -> Int64[Tensor, "batch classes masks"]:
         """A quick lower bound of `_worst_pair`: a second mask removes at most the heaviest sum of positive gaps."""
         outside = gap.sum((2, 3)).unsqueeze(2) - sums(gap, self.masks)
-        return outside - sums(gap.clamp(min=0), self.masks).amax(2, keepdim=True)
+        return outside - sums(gap.clamp(min=0), self.masks).amax(2, keepdim=True).clamp(min=lead)
 
     def _chosen(self, matters: Int64[Tensor, "batch classes"], label: Tensor) -> Int64[Tensor, "batch some"]:
         return strongest(matters, label, int(without(label, matters).clamp(min=0).sum(1).max()))

@@ -123,16 +123,16 @@ def test_masks_smaller_than_the_windows_are_left_to_the_defense():
 @pytest.mark.parametrize("shape", GRIDS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pair", ["own masks", "larger masks"])
-@pytest.mark.parametrize("tau", [0.0, 0.3])
-def test_double_masking_is_settled_as_the_defense_certifies(shape, kind, pair, tau):
+def test_double_masking_is_settled_as_the_defense_certifies(shape, kind, pair):
     small, large = GRIDS[shape]
     evidence, targets = made(small.grid, kind)
-    lead = tau * {"large logits": 6000, "prediction": 10}.get(kind, 1)
-    defense = DoubleMasking(masks=small if pair == "own masks" else large, tau=lead)
-    assert 0 < compare(defense, evidence, small, targets) < len(targets)
+    defense = DoubleMasking(masks=small if pair == "own masks" else large)
+    lead = {"large logits": 12000.0, "prediction": 4.0, "confidence": 2.0}.get(kind, 6.0)
+    plain, above = (compare(replace(defense, tau=tau), evidence, small, targets) for tau in (0.0, lead))
+    assert 0 < above < plain < len(targets)
 
 
-@pytest.mark.parametrize("tau", [0.0, 0.5])
+@pytest.mark.parametrize("tau", [0.0, 1.5])
 def test_labels_of_double_masking_where_masks_disagree(tau):
     """Masks of all sizes on a small grid: majorities that stand, and such that one mask overrules, rightly and not."""
     generator = torch.Generator().manual_seed(0)

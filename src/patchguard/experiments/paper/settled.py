@@ -107,13 +107,13 @@ class Sheet:
     def _withstands(
         self, defense: DoubleMasking, first_round: Tensor, images: Tensor, claims: Tensor, majority: Tensor
     ) -> Bool[Tensor, " some"]:
-        """Whether some mask for `claims` keeps it T ahead of the majority's label when one bad second mask is added."""
+        """Whether some mask for `claims` keeps it ahead of the majority's label: by T, and with one bad second mask."""
         masks, lead = defense.masks, tau_units(defense.tau, self.evidence)
         gap = self.evidence.values[images, claims] - self.evidence.values[images, majority]
         inside = self._over(masks)[images, claims] - self._over(masks)[images, majority]
         second = ties.argmax(inside, dim=1)
-        hidden = inside + inside.gather(1, second.unsqueeze(1)) - shared(gap, masks, second)[0]
-        ahead = gap.sum((1, 2)).unsqueeze(1) - hidden >= lead + (majority < claims).long().unsqueeze(1)
+        hidden = inside + (inside.gather(1, second.unsqueeze(1)) - shared(gap, masks, second)[0]).clamp(min=lead)
+        ahead = gap.sum((1, 2)).unsqueeze(1) - hidden >= (majority < claims).long().unsqueeze(1)
         return (ahead & (first_round[images] == claims.unsqueeze(1))).any(1)
 
     # -- proofs --------------------------------------------------------------------------------------------------------
@@ -177,20 +177,18 @@ class Sheet:
     ) -> Bool[Tensor, " batch"] | None:
         """`defense.certify(evidence, windows, targets).certified` of right labels, without drift.
 
-        With g_k = u_y - u_k, equal boxes cover only themselves, so certified means: g_k outside m and m', less T, is
-        positive for all rivals k and all pairs. Not so where it is not positive outside one mask alone. Surely so where
-        what one mask leaves exceeds all that a second one could hide. Only what lies between is searched, gap by gap.
-        None for other masks.
+        With g_k = u_y - u_k, equal boxes cover only themselves, so certified means: for all rivals k, g_k exceeds T
+        outside every mask and 0 outside every pair. Surely so where what one mask leaves exceeds T and all that a
+        second one could hide. Only what lies between is searched, gap by gap. None for other masks.
         """
         masks = defense.masks
         if not (masks == windows and windows.equal_boxes):
             return None
         seen = self._total.unsqueeze(2) - self._over(masks)
-        # batch, classes, masks
-        outside = select(seen, self.targets).unsqueeze(1) - seen - tau_units(defense.tau, self.evidence)
+        outside = select(seen, self.targets).unsqueeze(1) - seen  # batch, classes, masks
         least = outside.amin(2)
         rival = ~torch.nn.functional.one_hot(self.targets, least.shape[1]).bool()
-        proved = right & ~((least <= 0) & rival).any(1)
+        proved = right & ~((least <= tau_units(defense.tau, self.evidence)) & rival).any(1)
         between = (least <= self._most(masks)) & rival & proved.unsqueeze(1)
         images, rivals = between.nonzero().unbind(1)
         for first in range(0, len(images), self._at_once):

@@ -17,6 +17,7 @@ from patchguard.patch import Patch
 from patchguard.windows import Windows
 
 DIGESTS = {"model": "0" * 64, "preprocess": "1" * 64, "image": "2" * 64}
+TAUS = [0.0, 0.0, 0.3, 1.0, 2.7]
 THRESHOLDS = [Fraction(0), Fraction(1, 4), Fraction(1, 2), Fraction(4, 5), Fraction(1), Fraction(333, 1000)]
 
 
@@ -62,7 +63,7 @@ def random_rule(draw: np.random.Generator, rule: str, windows: Windows) -> Defen
         size = tuple(int(draw.integers(1, cells + 1)) for cells in windows.grid)
         masks = Windows.sliding(grid=windows.grid, size=size, wrap=windows.wrap)
     if rule == "DoubleMasking":
-        return DoubleMasking(masks=masks)
+        return DoubleMasking(masks=masks, tau=float(draw.choice(TAUS)))
     return RobustMasking(masks=masks, threshold=THRESHOLDS[draw.integers(len(THRESHOLDS))])
 
 
@@ -211,17 +212,44 @@ def wrong(name):
     def truth(claim, _):
         claim["label"] = bool(claim["label"])
 
+    def tau(claim, _):
+        claim["defense"]["tau"] = 1e6  # beyond what any second mask takes away
+
     return locals()[name]
 
 
 EDITS = [
     "margin", "whole", "decimal", "denominator", "certified", "label", "rival", "weakest", "first_window",
-    "last_window", "patch", "count", "evidence", "units", "truth",
+    "last_window", "patch", "count", "evidence", "units", "truth", "tau",
 ]  # fmt: skip
 
 
 def dishonest(data: bytes) -> list[bytes]:
     return [edited(data, wrong(name)) for name in EDITS]
+
+
+def decided_by_tau() -> bytes:
+    """An honest file whose label would be another one if masks could overrule the majority without a lead."""
+
+    def without(claim, _):
+        claim["defense"].pop("tau", None)
+
+    for data in honest_files("DoubleMasking", 10**4):
+        if "but the rule gives" in verify.check_bytes(edited(data, without)).reason:
+            return data
+    raise AssertionError("no label depends on tau")
+
+
+def trailing() -> bytes:
+    """A negative tau, which no mask fails: all else in the file is as with none."""
+
+    def negative(claim, _):
+        claim["defense"]["tau"] = -1.0
+
+    for data in honest_files("DoubleMasking", 10**4):
+        if "tau" not in verify.read(data)[0]["defense"]:
+            return edited(data, negative)
+    raise AssertionError("every rule has a tau")
 
 
 def uncovered() -> bytes:

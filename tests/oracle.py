@@ -82,23 +82,27 @@ def rank_sum(first: int, last: int) -> Rule:
     return lambda maps: first_max(np.sort(maps, -1)[..., first - 1 : last].sum(-1))
 
 
-def double_masking(masks: np.ndarray) -> Rule:
+def double_masking(masks: np.ndarray, tau: int = 0) -> Rule:
     hidden = np.array([[np.maximum(m, n) for n in masks] for m in masks])  # masks, masks, cells
 
     def rule(maps: np.ndarray) -> np.ndarray:
         scores = np.einsum("bkc,mnc->bmnk", maps, 1 - hidden)
-        labels = first_max(scores)  # contents, m, m'
         answers = np.empty(len(maps), dtype=np.int64)
-        for b, table in enumerate(labels):
-            single = np.diag(table)
+        for b, table in enumerate(scores):  # m, m', classes
+            single = [int(first_max(table[m, m])) for m in range(len(masks))]
             values, counts = np.unique(single, return_counts=True)
             answer = values[counts.argmax()]
             for m in range(len(masks)):
-                if single[m] != answer and (table[m] == single[m]).all():
+                if single[m] != answer and leads(table[m], single[m]) and leads(table[m, [m]], single[m], tau):
                     answer = single[m]
                     break
             answers[b] = answer
         return answers
+
+    def leads(sums: np.ndarray, c: int, by: int = 0) -> bool:
+        others = [k for k in range(sums.shape[1]) if k != c]
+        gap = sums[:, [c]] - sums[:, others]
+        return bool(((gap > by) | ((gap == by) & (c < np.array(others)))).all())
 
     return rule
 
@@ -250,21 +254,24 @@ def rank_margin(
     )
 
 
-def double_masking_margin(u: np.ndarray, y: int, regions: np.ndarray, masks: np.ndarray, mutant: str = "") -> Fraction:
+def double_masking_margin(
+    u: np.ndarray, y: int, regions: np.ndarray, masks: np.ndarray, tau: int = 0, mutant: str = ""
+) -> Fraction:
     def gap(hidden: np.ndarray) -> int:
         seen = (u * (1 - hidden)).sum(1)
         return min(int(seen[y] - seen[k]) for k in range(len(u)) if k != y)
 
+    tau = 0 if mutant == "no tau" else tau
     worst = []
     for w in regions:
         rows = []
         for m in masks:
             if not (m >= w).all() and mutant != "any mask":
                 continue
-            partners = [m] if mutant == "one round" else masks
+            partners = [m] if mutant in ("one round", "tau in place of a second round") else masks
             if mutant == "disjoint pairs":
                 partners = [n for n in masks if not (m * n).any()] or [m]
-            rows.append(min(gap(np.maximum(m, n)) for n in partners))
+            rows.append(min(gap(m) - tau, *(gap(np.maximum(m, n)) for n in partners)))
         worst.append(max(rows))
     return Fraction(min(worst))
 

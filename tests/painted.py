@@ -33,6 +33,7 @@ GUARDS: dict[str, tuple[Defense, Evidence]] = {
     "robust": (RobustMasking(masks=ANY_MASKS), Evidence(low=0.0)),
     "robust above a threshold": (RobustMasking(masks=ANY_MASKS, threshold=0.2), Evidence(low=0.0)),
     "double": (DoubleMasking(masks=ANY_MASKS), Evidence(low=None)),
+    "double above tau": (DoubleMasking(masks=ANY_MASKS, tau=20.0), Evidence(low=None)),
     "clipped": (ClippedSum(), Evidence(low=-5.0, high=5.0)),
     "tanh": (ClippedSum(), Evidence(kind="tanh")),
     "confidence": (RobustMasking(masks=ANY_MASKS), Evidence(kind="confidence")),

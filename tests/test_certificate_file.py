@@ -41,6 +41,7 @@ def guards() -> dict[str, tuple[Guard, int]]:
     masks = bagnet_guard().defense.masks
     return {
         "double masking": (srf_guard(), 16),
+        "double masking with tau": (replace(srf_guard(), defense=replace(srf_guard().defense, tau=1.5)), 16),
         "robust masking behind a resize": (bagnet_guard(), 12),
         "robust masking with a threshold": (
             replace(bagnet_guard(), defense=RobustMasking(masks=masks, threshold=0.2)),
@@ -155,6 +156,7 @@ def test_another_image_model_or_rule_is_noticed(written):
     assert "preprocessing" in difference(data, replace(guard, preprocess=bagnet_guard().preprocess), pixels)
     masks = guard.defense.masks
     assert "defense" in difference(data, replace(guard, defense=RobustMasking(masks=masks)), pixels)
+    assert "defense" in difference(data, replace(guard, defense=replace(guard.defense, tau=1.0)), pixels)
     renamed = replace(guard, class_names=("x", "y", "z"))
     assert "names of classes" in difference(data, renamed, pixels)
     other = replace(guard, model=build("srf", classes=3, field=5, widths=[8, 12]).eval())

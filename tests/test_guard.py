@@ -19,6 +19,7 @@ from patchguard.data.preprocess import CenterCrop, Preprocess, Resize
 from patchguard.defenses import (
     CellMasking,
     ClippedSum,
+    DoubleMasking,
     MaskedAgreement,
     Median,
     RobustMasking,
@@ -184,6 +185,7 @@ def test_masks_are_kept_and_a_patch_they_do_not_cover_is_refused(case):
         (CellMasking(cells=1), {"cells": 36}),
         (TrimmedMean(trim=1, spatial=False), {"trim": 36, "spatial": False}),
         (RobustMasking(masks=ANY_MASKS, threshold=Fraction(1, 5)), {"threshold": Fraction(1, 5)}),
+        (DoubleMasking(masks=ANY_MASKS, tau=1.5), {"tau": 1.5}),
         (Median(), {}),
         (ClippedSum(spatial=False), {"spatial": False}),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from claims import EDITS, RULES, edited, honest, honest_files, sealed, true_claim, uncovered, wrong
+from claims import EDITS, RULES, edited, honest, honest_files, sealed, trailing, true_claim, uncovered, wrong
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,6 +125,46 @@ def test_a_proof_for_another_patch_or_rule_is_not_taken(entry):
         refused += not verdict.valid
         assert not verdict.valid or true_claim(changed)
     assert refused > 10
+
+
+def retold(data: bytes, tau: object) -> bytes:
+    def change(claim, _):
+        claim["defense"]["tau"] = tau
+        if tau == "left out":
+            del claim["defense"]["tau"]
+
+    return edited(data, change)
+
+
+def with_tau() -> bytes:
+    """A file with the tau 1.0 for which any other one gives another margin."""
+    files = (data for data in honest_files("DoubleMasking", 10**4) if read(data)[0]["defense"].get("tau") == 1.0)
+    return next(data for data in files if not any(true_claim(retold(data, tau)) for tau in (0.0, 0.5, 2.0)))
+
+
+def test_a_tau_is_written_only_where_there_is_one():
+    stated = [read(data)[0]["defense"].get("tau") for data in honest_files("DoubleMasking", 50)]
+    assert {None, 0.3, 1.0, 2.7} == set(stated)
+    assert check_bytes(with_tau()).valid
+
+
+@pytest.mark.parametrize("tau", [None, 0.0, 0.5, 2.0, 1e300, -1.0, 1, "1.0", True, [1.0], "left out"])
+def test_another_tau_is_not_taken(tau):
+    reason = check_bytes(retold(with_tau(), tau)).reason
+    proper = tau == "left out" or (isinstance(tau, float) and 0 <= tau < 1e300)
+    assert ("it claims" if proper else "`defense.tau` must be a decimal from 0 to 16777216") in reason
+
+
+@pytest.mark.parametrize("tau", [b"NaN", b"Infinity", b"1e999", b"1.00"])
+def test_no_other_spelling_of_tau_is_read(tau):
+    assert (
+        "canonical spelling"
+        in check_bytes(document(with_tau(), lambda text: text.replace(b'"tau":1.0', b'"tau":' + tau))).reason
+    )
+
+
+def test_a_negative_tau_is_refused_though_all_else_would_follow_from_it():
+    assert "`defense.tau` must be a decimal from 0 to 16777216" in check_bytes(trailing()).reason
 
 
 def test_unbounded_evidence_needs_masks_that_cover():

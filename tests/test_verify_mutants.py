@@ -5,7 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from claims import RULES, dishonest, honest_files, uncovered
+from claims import RULES, decided_by_tau, dishonest, honest_files, trailing, uncovered
 
 from patchguard import verify
 
@@ -46,7 +46,13 @@ MUTANTS = {
     ),
     "any mask covers": ("covering = self.masks.sums(cells) == cells.sum()", "covering = self.masks.sums(cells) >= 0"),
     "the worst covering mask": ("worst[covering].max()", "worst[covering].min()"),
-    "one round of masking": ("agrees.append(bool((labels == labels[mask]).all()))", "agrees.append(True)"),
+    "one round of masking": ("believed.append(bool((sums.argmax(axis=0) == claim).all()))", "believed.append(True)"),
+    "the majority is overruled without a lead": ("sums[claim, mask] -= self.lead", "sums[claim, mask] -= 0"),
+    "no lead in the margin": ("sums[:, mask] -= self.lead", "sums[:, mask] -= 0"),
+    "the lead is asked behind every pair": ("sums[claim, mask] -= self.lead", "sums[claim] -= self.lead"),
+    "the margin charges the lead behind every pair": ("sums[:, mask] -= self.lead", "sums -= self.lead"),
+    "tau is rounded up": ("math.floor(Fraction(tau)", "math.ceil(Fraction(tau)"),
+    "tau may be negative": ("not 0 <= tau <= LARGEST_TAU", "not tau <= LARGEST_TAU"),
     "half the loss": ("gap - size * self.span", "gap - size * self.span // 2"),
     "published rule halved": ("gap - 2 * max(sizes)", "gap - max(sizes)"),
     "unbounded without cover": ("if not self.bounded and not", "if False and not"),
@@ -57,8 +63,8 @@ MUTANTS = {
 
 @pytest.fixture(scope="module")
 def corpus() -> tuple[list[bytes], list[bytes]]:
-    good = [data for rule in RULES for data in honest_files(rule, 120)]
-    return good, [forged for data in good[::6] for forged in dishonest(data)] + [uncovered()]
+    good = [*(data for rule in RULES for data in honest_files(rule, 160)), decided_by_tau()]
+    return good, [forged for data in good[::6] for forged in dishonest(data)] + [uncovered(), trailing()]
 
 
 def mutated(before: str, after: str) -> ModuleType:

@@ -38,6 +38,7 @@ DEFENSES = [
     RobustMasking(masks=MASKS, threshold=Fraction(1, 5)),
     RobustMasking(masks=MASKS),
     DoubleMasking(masks=Windows.from_boxes([(0, 1, 0, 2), (1, 3, 1, 2)], grid=(4, 4))),
+    DoubleMasking(masks=MASKS, tau=0.25),
     ClippedSum(spatial=False),
     MajorityVote(),
     CellMasking(cells=3),
@@ -127,6 +128,23 @@ def test_half_precision_takes_half_the_space_and_loads_as_float32(tmp_path):
 def test_defenses_survive_json_exactly(defense):
     written = json.loads(json.dumps(config.defense_to_json(defense), allow_nan=False))
     assert config.defense_from_json(written) == defense
+
+
+def test_a_tau_is_written_only_where_there_is_one():
+    plain = config.defense_to_json(DoubleMasking(masks=MASKS))
+    assert set(plain) == {"name", "masks"}
+    assert config.defense_from_json(plain).tau == 0
+    assert config.defense_to_json(DoubleMasking(masks=MASKS, tau=2.0)) == {**plain, "tau": 2.0}
+    assert "tau" in config.defense_to_json(MaskedAgreement(masks=MASKS))  # as ever
+
+
+def test_tau_is_part_of_a_saved_guard(tmp_path):
+    plain = srf_guard()
+    guard = replace(plain, defense=replace(plain.defense, tau=2.0))
+    zoo.save(guard, tmp_path / "guard.safetensors")
+    again = zoo.load(tmp_path / "guard.safetensors")
+    assert again.defense == guard.defense
+    assert zoo.digest(again) == zoo.digest(guard) != zoo.digest(plain)
 
 
 def test_every_defense_of_the_package_can_be_saved():
@@ -295,6 +313,8 @@ def test_tensors_that_do_not_fit_are_refused(path, tensors, message):
         ({"defense": None}, r"`defense\.name` must be a known defense; got None"),
         ({"defense.name": "DoubleMask"}, "Did you mean 'DoubleMasking'"),
         ({"defense.name": "RobustMasking"}, "`defense` must be an object with exactly the entries name, masks, thres"),
+        ({"defense.tau": "1"}, r"`defense\.tau` must be a finite number"),
+        ({"defense.tau": -1.0}, "`tau` must lie between 0 and"),
         ({"defense.masks.grid": [4]}, r"`defense\.masks\.grid` must be a list of two"),
         ({"defense.masks.rows": [[0, 99]]}, "an interval must be"),
         ({"defense.masks.rows": [[0, 1.5]]}, r"`defense\.masks\.rows` must be a whole number"),

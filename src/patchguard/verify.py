@@ -55,6 +55,7 @@ LARGEST_FIELD = 2**24  # pixels times cells of one axis
 LARGEST_BOXES = 2**16
 LARGEST_WORK = 2**34  # entries looked at
 LARGEST_SUM = 2**50
+LARGEST_TAU = 2.0**24
 
 
 class Refused(Exception):
@@ -375,29 +376,40 @@ class DoubleMasking:
     """Hide one mask, then a second one.
 
     Rule.     l(m, m') is the class with the largest sum outside m and m', l(m) = l(m, m), z the label of most masks
-              (ties: smallest). If some l(m) != z has l(m, m') = l(m) for every m': that l(m). Else z.
-    Theorem.  The label stays y under any attack on w if some mask m that covers w has l(m, m') = y for every m'. The
-              margin in w is max over m covering w, min over m' and k != y of (lower_y - upper_k)(outside m and m').
+              (ties: smallest). If some l(m) = c != z has l(m, m') = c for every m', and is still the class with the
+              largest sum outside m alone when T is taken off its own: that c. Else z. T is tau in units, rounded down.
+    Theorem.  The label stays y under any attack on w if some mask m that covers w has, for every k != y,
+              (S_y - S_k)(outside m) > T and (S_y - S_k)(outside m and m') > 0 for every m'. The margin in w is
+                  max over m covering w, min over k != y of the smaller one of (lower_y - upper_k)(outside m) - T and
+                  min over m' of (lower_y - upper_k)(outside m and m').
     """
 
     masks: Boxes
+    lead: int  # T
     multiple: int = 1
 
     def label(self, values: Integers) -> int:
         """The defended label; ties go to the smallest index."""
-        single, agrees = [], []
+        single, believed = [], []
         for mask in range(len(self.masks.places)):
-            labels = self._outside_both(mask, values).argmax(axis=0)  # numpy promises the first of equals
-            single.append(int(labels[mask]))
-            agrees.append(bool((labels == labels[mask]).all()))
+            sums = self._outside_both(mask, values)
+            claim = int(sums[:, mask].argmax())  # numpy promises the first of equals
+            single.append(claim)
+            sums[claim, mask] -= self.lead
+            believed.append(bool((sums.argmax(axis=0) == claim).all()))
         majority = int(np.bincount(single).argmax())
-        deviating = [y for y, unanimous in zip(single, agrees, strict=True) if y != majority and unanimous]
+        deviating = [y for y, holds in zip(single, believed, strict=True) if y != majority and holds]
         return deviating[0] if deviating else majority
 
     def margins(self, label: int, lower: Integers, upper: Integers, windows: Boxes) -> tuple[list[int], set[int]]:
         """The margin in each window, and the rivals that attain the smallest."""
         gaps = lower[label] - upper
-        table = np.array([self._outside_both(m, gaps).min(axis=1) for m in range(len(self.masks.places))])
+        rows = []
+        for mask in range(len(self.masks.places)):
+            sums = self._outside_both(mask, gaps)
+            sums[:, mask] -= self.lead
+            rows.append(sums.min(axis=1))
+        table = np.array(rows)
         worst = np.delete(table, label, axis=1).min(axis=1)  # of each mask m
         margins = []
         for window in range(len(windows.places)):
@@ -406,8 +418,8 @@ class DoubleMasking:
             if not covering.any():
                 raise Refused(f"window {window} lies in no mask")
             margins.append(int(worst[covering].max()))
-        rows, classes = np.nonzero(table == min(margins))
-        closest = {int(k) for m, k in zip(rows, classes, strict=True) if k != label and worst[m] == min(margins)}
+        masks, classes = np.nonzero(table == min(margins))
+        closest = {int(k) for m, k in zip(masks, classes, strict=True) if k != label and worst[m] == min(margins)}
         return margins, closest
 
     def _outside_both(self, mask: int, maps: Integers) -> Integers:
@@ -457,8 +469,12 @@ def _rule(claim: dict[str, Any], grid: Any) -> RobustMasking | DoubleMasking | S
             raise Refused(f"{name} has no theorem for this evidence")
         return Sum(units["high"] - units["low"], _flag(defense["spatial"], "defense.spatial"))
     if name == "DoubleMasking":
-        _entries(defense, "defense", {"name", "masks", "wrap"})
-        return DoubleMasking(_boxes(defense["masks"], "defense.masks", defense["wrap"], grid))
+        _entries(defense, "defense", {"name", "masks", "wrap"} | ({"tau"} & set(defense)))
+        tau = defense.get("tau", 0.0)
+        if type(tau) is not float or not 0 <= tau <= LARGEST_TAU:
+            raise Refused(f"`defense.tau` must be a decimal from 0 to {LARGEST_TAU:.0f}")
+        masks = _boxes(defense["masks"], "defense.masks", defense["wrap"], grid)
+        return DoubleMasking(masks, math.floor(Fraction(tau) * units["scale"]))
     if name == "RobustMasking":
         _entries(defense, "defense", {"name", "masks", "wrap", "threshold"})
         spelled = re.fullmatch(r"([0-9]{1,9})(?:/([1-9][0-9]{0,8}))?", str(defense["threshold"]))

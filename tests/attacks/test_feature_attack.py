@@ -64,11 +64,12 @@ def test_a_negative_margin_of_an_exact_certificate_has_a_witness(evidence, count
     [
         RobustMasking(masks=Windows.sliding(grid=GRID, size=(3, 3)), threshold=Fraction(1, 5)),
         DoubleMasking(masks=Windows.sliding(grid=GRID, size=(3, 3))),
+        DoubleMasking(masks=Windows.sliding(grid=GRID, size=(3, 3)), tau=20.0),
         MaskedAgreement(masks=Windows.sliding(grid=GRID, size=(3, 3))),
         MaskedAgreement(masks=Windows.sliding(grid=GRID, size=(3, 3)), tau=20.0),
         Undefended(),
     ],
-    ids=["T = 1/5", "double", "agreement", "agreement tau", "undefended"],
+    ids=["T = 1/5", "double", "double tau", "agreement", "agreement tau", "undefended"],
 )
 def test_the_attack_breaks_some_of_what_is_not_certified_and_nothing_that_is(defense) -> None:
     generator = torch.Generator().manual_seed(9)

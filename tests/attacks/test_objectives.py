@@ -46,7 +46,7 @@ def test_soft_evidence_has_the_values_of_the_rule_and_gradients_everywhere(name)
     assert (logits.grad != 0).all()
 
 
-@pytest.mark.parametrize("name", [name for name in GUARDS if name not in ("double", "agreement")])
+@pytest.mark.parametrize("name", [name for name in GUARDS if name not in ("double", "double above tau", "agreement")])
 def test_the_score_is_the_lead_in_the_defended_scores(name) -> None:
     victim = guard(name)
     images, target = paintings(20)
@@ -83,11 +83,15 @@ def test_climbing_the_score_in_the_logits_flips_the_label(name) -> None:
     assert answer.alert is None or not answer.alert.any()
 
 
-@pytest.mark.parametrize("name", ["double", "agreement"])
+@pytest.mark.parametrize("name", ["double", "double tau", "agreement"])
 def test_a_positive_pair_score_is_a_flipped_label(name) -> None:
     generator = torch.Generator().manual_seed(5)
     masks = Windows.sliding(grid=(6, 6), size=(2, 2))
-    defense = DoubleMasking(masks=masks) if name == "double" else MaskedAgreement(masks=masks)
+    defense = {
+        "double": DoubleMasking(masks=masks),
+        "double tau": DoubleMasking(masks=masks, tau=3.0),
+        "agreement": MaskedAgreement(masks=masks),
+    }[name]
     evidence = Evidence(low=None)
     maps = torch.randn(400, 3, 6, 6, generator=generator)
     maps[:, 1] += 0.5

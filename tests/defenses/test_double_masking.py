@@ -1,5 +1,7 @@
 """DoubleMasking and MaskedAgreement against exhaustive rewriting."""
 
+import itertools
+
 import numpy as np
 import oracle
 import pytest
@@ -20,56 +22,98 @@ GEOMETRIES = pytest.mark.parametrize("geometry", [LINE, GRID, CIRCLE], ids=lambd
 @GEOMETRIES
 @SIZES
 @pytest.mark.parametrize("low", [-3, 0], ids=["signed", "clipped"])
-def test_double_masking_keeps_the_certified_label(geometry, mask, low) -> None:
+@pytest.mark.parametrize("tau", [0, 5])
+def test_double_masking_keeps_the_certified_label(geometry, mask, low, tau) -> None:
     generator = np.random.default_rng([geometry.cells, geometry.wrap[1], mask[1], low + 3])
     regions, masks = geometry.boxes((1, 2)), geometry.boxes(mask)
-    defense = DoubleMasking(masks=as_windows(geometry, mask))
-    rule = oracle.double_masking(masks)
+    defense = DoubleMasking(masks=as_windows(geometry, mask), tau=float(tau))
+    rule = oracle.double_masking(masks, tau)
     maps = list(oracle.random_maps(generator, 60, 3, geometry.cells, low, 3, lead=(0.0, 0.9)))
     evidence = Evidence(low=None if low else 0.0, bits=0)(as_tensor(maps, geometry))
     found = defense.certify(evidence, as_windows(geometry, (1, 2)))
     alphabet = (-4096 if low else 0, 4096)
-    certified = refuted = 0
+    certified = refuted = lowered = 0
     for i, u in enumerate(maps):
         label, margin = int(found.label[i]), float(found.margin[i])
         assert label == rule(u[None])[0]
-        assert margin == float(oracle.double_masking_margin(u, label, regions, masks))
+        assert margin == float(oracle.double_masking_margin(u, label, regions, masks, tau))
+        lowered += margin < oracle.double_masking_margin(u, label, regions, masks)
         attackable = oracle.broken(u, regions, rule, label, alphabet)
         certified += margin > 0
         refuted += attackable.any()
         assert not (margin > 0 and attackable.any())
     assert certified >= 3
     assert refuted >= 3
+    assert 3 <= lowered <= 57 if tau else lowered == 0
 
 
 @GEOMETRIES
 @SIZES
-def test_double_masking_answers_as_the_two_round_rule_says(geometry, mask) -> None:
+@pytest.mark.parametrize("tau", [0, 5])
+def test_double_masking_answers_as_the_two_round_rule_says(geometry, mask, tau) -> None:
     """Maps on which single masks disagree, so that the second round decides."""
     generator = np.random.default_rng(4)
     masks = geometry.boxes(mask)
-    rule = oracle.double_masking(masks)
+    rule = oracle.double_masking(masks, tau)
     maps = generator.integers(-3, 4, (4000, 3, geometry.cells))
     evidence = Evidence(low=None, bits=0)(as_tensor(list(maps), geometry))
-    answers = DoubleMasking(masks=as_windows(geometry, mask)).predict(evidence).label.numpy()
+    answers = DoubleMasking(masks=as_windows(geometry, mask), tau=float(tau)).predict(evidence).label.numpy()
     assert (answers == rule(maps)).all()
     single = oracle.first_max(maps @ (1 - masks).T, axis=1)
     majority = np.array([np.bincount(row, minlength=3).argmax() for row in single])
     assert (answers != majority).sum() >= 5  # the second round did decide
 
 
-@pytest.mark.parametrize("mutant", ["one round", "any mask", "disjoint pairs", "ties"])
+MUTANTS = {  # and the tau of the rule
+    "one round": 0,
+    "any mask": 0,
+    "disjoint pairs": 0,
+    "ties": 0,
+    "no tau": 5,
+    "tau in place of a second round": 5,
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_of_the_double_masking_bound_is_refuted(mutant) -> None:
     generator = np.random.default_rng(0)
     regions = masks = LINE.boxes((1, 3))
-    rule = oracle.double_masking(masks)
+    tau = MUTANTS[mutant]
+    rule = oracle.double_masking(masks, tau)
     for u in oracle.random_maps(generator, 3000, 2, 9, -3, 3):
         label = int(rule(u[None])[0])
-        margin = oracle.double_masking_margin(u, label, regions, masks, mutant)
+        margin = oracle.double_masking_margin(u, label, regions, masks, tau, mutant)
         claims = margin == 0 if mutant == "ties" else margin > 0
         if claims and oracle.broken(u, regions, rule, label, (-4096, 4096)).any():
             return
     pytest.fail(f"no case refutes the mutant {mutant!r}")
+
+
+def test_a_larger_tau_overrules_fewer_majorities_and_lowers_margins_by_no_more_than_itself() -> None:
+    generator = torch.Generator().manual_seed(2)
+    windows = Windows.sliding(grid=(5, 5), size=(2, 2))
+    evidence = Evidence(low=None, bits=4)(torch.randn(4000, 3, 5, 5, generator=generator))
+    largest = DoubleMasking(masks=windows, tau=1000.0).predict(evidence).label  # always the majority
+    overruled, proofs = [], []
+    for tau in (0.0, 3.0, 6.0, 6.05):  # the last is no whole number of units: rounded down
+        defense = DoubleMasking(masks=windows, tau=tau)
+        overruled.append(int((defense.predict(evidence).label != largest).sum()))
+        proofs.append(defense.certify(evidence, windows, label=0))
+    assert overruled[0] > overruled[1] > overruled[2] == overruled[3] > 0
+    for larger, smaller in itertools.pairwise(reversed(proofs[:3])):
+        lost = smaller.margin - larger.margin
+        assert lost.min() == 0  # where second masks take as much away anyway
+        assert 0 < lost.max() <= 3
+    for entry in ("margin", "weakest", "rival"):
+        assert torch.equal(getattr(proofs[3], entry), getattr(proofs[2], entry))
+
+
+def test_a_third_class_close_behind_keeps_a_mask_from_overruling() -> None:
+    """Hiding cell 0 puts class 0 far ahead of the majority's class 1, but only 3 ahead of class 2."""
+    maps = torch.tensor([[5.0, 5, 5, 5], [100, 0, 0, 0], [4, 4, 4, 4]]).view(1, 3, 1, 4)
+    masks = Windows.sliding(grid=(1, 4), size=(1, 1))
+    labels = [int(DoubleMasking(masks=masks, tau=tau).predict(maps).label) for tau in (0.0, 3.0, 3.5, 4.0)]
+    assert labels == [0, 0, 1, 1]
 
 
 def test_double_masking_certifies_all_that_robust_masking_does_at_equal_masks() -> None:
@@ -134,6 +178,8 @@ def test_masks_that_cover_no_window_and_top_k_are_refused(kind) -> None:
         defense.certify(bounded, Windows.sliding(grid=(4, 4), size=(1, 1)), top_k=2)
 
 
-def test_a_negative_tau_is_refused() -> None:
-    with pytest.raises(InputError, match="`tau` must lie between 0 and"):
-        MaskedAgreement(masks=Windows.sliding(grid=(4, 4), size=(1, 1)), tau=-1.0)
+@pytest.mark.parametrize("kind", [DoubleMasking, MaskedAgreement])
+@pytest.mark.parametrize("tau", [-1.0, float("nan"), float("inf"), 2.0**25])
+def test_a_tau_that_is_no_lead_is_refused(kind, tau) -> None:
+    with pytest.raises(InputError, match="`tau` must lie between 0 and 16777216; got"):
+        kind(masks=Windows.sliding(grid=(4, 4), size=(1, 1)), tau=tau)

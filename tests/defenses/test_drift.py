@@ -31,6 +31,7 @@ DEFENSES = {
         Evidence(low=0.0, high=4.0, bits=6),
     ),
     "double masking": (DoubleMasking(masks=WINDOWS), Evidence(low=None, bits=6)),
+    "double masking tau": (DoubleMasking(masks=WINDOWS, tau=3.0), Evidence(low=None, bits=6)),
     "clipped sum": (ClippedSum(), Evidence(low=0.0, high=4.0, bits=6)),
     "agreement": (MaskedAgreement(masks=WINDOWS, tau=0.5), Evidence(low=None, bits=6)),
     "cells": (CellMasking(cells=3), Evidence(low=0.0, high=4.0, bits=6)),

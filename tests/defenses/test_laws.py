@@ -29,6 +29,7 @@ DEFENSES: dict[str, tuple[Defense, Evidence]] = {
     "RobustMasking": (RobustMasking(masks=MASKS), Evidence()),
     "RobustMasking T": (RobustMasking(masks=MASKS, threshold=Fraction(1, 5)), Evidence(high=6.0)),
     "DoubleMasking": (DoubleMasking(masks=MASKS), Evidence(low=None)),
+    "DoubleMasking tau": (DoubleMasking(masks=MASKS, tau=5.0), Evidence(low=None)),
     "ClippedSum": (ClippedSum(), Evidence(kind="confidence")),
     "MajorityVote": (MajorityVote(), Evidence(kind="vote")),
     "CellMasking": (CellMasking(cells=9), Evidence()),
@@ -175,6 +176,7 @@ def test_pruned_rivals_do_not_change_the_certificate() -> None:
         (RobustMasking(masks=MASKS), Evidence()),
         (RobustMasking(masks=MASKS, threshold=0.1), Evidence(high=2.0)),
         (DoubleMasking(masks=MASKS), Evidence(low=None)),
+        (DoubleMasking(masks=MASKS, tau=0.5), Evidence(low=None)),
         (Median(), Evidence(low=None)),
     ):
         found = defense.certify(evidence(maps), windows)

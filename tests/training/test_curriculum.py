@@ -3,6 +3,7 @@ import itertools
 import pytest
 import torch
 
+from patchguard.commands.train import assignments
 from patchguard.errors import InputError
 from patchguard.training.curriculum import coarse, rate, shares, stage_at, stages, thinned
 from patchguard.training.recipes import RECIPES, cifar10, named, summaries, tiny
@@ -112,6 +113,13 @@ def test_recipes_make_guards_with_masks_for_their_patch(name: str, window: tuple
     assert tuple(max(stop - start for start, stop in axis) for axis in (masks.rows, masks.columns)) == window
 
 
+def test_a_recipe_makes_a_guard_with_its_tau() -> None:
+    recipe = tiny().changed(assignments(["tau=2"]))
+    assert recipe.guard((16, 16), ("a", "b", "c")).defense.tau == 2
+    assert recipe.to_json()["tau"] == 2
+    assert tiny().guard((16, 16), ("a", "b", "c")).defense.tau == 0
+
+
 def test_the_default_has_at_most_six_million_parameters() -> None:
     guard = cifar10().guard((32, 32), tuple("abcdefghij"))
     assert sum(parameter.numel() for parameter in guard.model.parameters()) <= 6_000_000
@@ -129,6 +137,12 @@ def test_the_default_has_at_most_six_million_parameters() -> None:
         ({"mask_steps": [[0, 1.5]]}, "mask_steps"),
         ({"weights": {"double": 1}}, "double_masking"),
         ({"weights.plain": -1}, "at least 0"),
+        ({"tau": -0.5}, "`tau` must be a number from 0 to 16777216"),
+        ({"tau": "much"}, "`tau` must be a value like 0.0"),
+        (
+            {"tau": 1.0, "defense": "RobustMasking"},
+            "`tau` belongs to the defense DoubleMasking; got 1.0 with RobustMas",
+        ),
         ({"defense": "Median"}, "DoubleMasking, RobustMasking"),
         ({"optimizer": "adam"}, "sgd, adamw"),
         ({"ema": 1.0}, "below 1"),

@@ -160,20 +160,22 @@ SCORES: dict[type, Callable[[Any, Maps], Tensor]] = {
 def pair_score(defense: DoubleMasking, soft: Maps, case: Case) -> Scores:
     r"""How far the aim c leads under one mask m and every second mask: double masking then answers c.
 
-        max over m of  - max over m', k != c of  (S_k - S_c)(outside m and m'),
+        max over m of  - max over m', k != c of  [ (S_k - S_c)(outside m and m') + (tau if m' = m else 0) ],
         score = that for the m that leaves the target y least, once the patch's own cells are gone, less the mean
                 of what is lacking where it is.
 
     A second mask may hide the whole patch, so c must lead outside m and the patch as the image is: which m allows it
-    is known beforehand, and whether some m does is what the certificate decides. What is left to the patch is to make
-    c lead for the second masks that do not hide it.
+    is known beforehand, and whether some m does is what the certificate decides at tau 0. What is left to the patch is
+    to make c lead for the second masks that do not hide it. Where no m allows it, and only tau keeps the masks around
+    the patch from being believed for y, c must win most single masks instead: the same climb leads there, too.
     """
     aim = case.aim if case.aim is not None else strongest(soft, case.target)
     gap = of_class(soft, case.target) - of_class(soft, aim)
     rest = gap.detach() if case.owned is None else gap.detach().masked_fill(case.owned, 0)
     first = box_sums(rest.unsqueeze(1), defense.masks).squeeze(1).argmax(1)
     kept = ~_cells(defense.masks, soft.device)[first]
-    return _worst_mask_score(defense.masks, soft, aim, case.target, kept)
+    wanted = defense.tau * F.one_hot(first, len(_cells(defense.masks, soft.device)))
+    return _worst_mask_score(defense.masks, soft, aim, case.target, kept, wanted)
 
 
 def agreement_score(defense: MaskedAgreement, soft: Maps, case: Case) -> Scores:
@@ -182,12 +184,14 @@ def agreement_score(defense: MaskedAgreement, soft: Maps, case: Case) -> Scores:
     return _worst_mask_score(defense.masks, soft, aim, case.target, None)
 
 
-def _worst_mask_score(masks: Windows, soft: Maps, aim: Tensor, target: Tensor, kept: Tensor | None) -> Scores:
+def _worst_mask_score(
+    masks: Windows, soft: Maps, aim: Tensor, target: Tensor, kept: Tensor | None, wanted: Tensor | float = 0.0
+) -> Scores:
     others = _others(soft, aim, target)
     lead = gather(soft, others) - of_class(soft, aim).unsqueeze(1)  # of the others over the aim
     plain = lead.sum((2, 3)).amax(1)
     seen = lead if kept is None else lead * kept.unsqueeze(1)
-    outside = (seen.sum((2, 3)).unsqueeze(2) - box_sums(seen, masks)).amax(1)  # batch, masks
+    outside = (seen.sum((2, 3)).unsqueeze(2) - box_sums(seen, masks)).amax(1) + wanted  # batch, masks
     lacking = outside.clamp(min=0).sum(1) / (outside > 0).sum(1).clamp(min=1)
     return -(outside.amax(1) + lacking + LEAK * (plain - plain.detach()))
 

@@ -20,6 +20,7 @@ LocalEvidence: TypeAlias = EvidenceMap | Float[Tensor, "batch classes rows colum
 
 # Evidence entries handled at once: on a CPU few enough that memory is reused, on an accelerator enough to fill it.
 ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
+LARGEST_TAU = 2.0**24  # no evidence of a whole image leads by more
 
 
 class Defense(ABC, Generic[Proof]):
@@ -160,6 +161,17 @@ def check_covered(masks: Windows, windows: Windows, *, otherwise: str = "") -> N
             "some window lies in no mask, so an attack there has no limit and nothing can be certified. "
             f"Use masks at least as large as the windows (`Guard.for_patch`){otherwise}."
         )
+
+
+def check_tau(tau: float) -> None:
+    """Raise unless a lead of more than `tau` can be asked for: less than 0 asks for none."""
+    if not 0 <= tau <= LARGEST_TAU:
+        raise InputError(f"`tau` must lie between 0 and {LARGEST_TAU:.0f}; got {tau}.")
+
+
+def tau_units(tau: float, evidence: EvidenceMap) -> int:
+    """Return T = floor(tau scale): for whole numbers, a lead above tau is one above T."""
+    return int(tau * evidence.scale)
 
 
 def select(values: Int[Tensor, "batch classes *rest"], label: Int64[Tensor, " batch"]) -> Tensor:

@@ -14,16 +14,18 @@ from patchguard.defenses.base import (
     boxes_of,
     check_covered,
     check_masks,
+    check_tau,
     gather,
     select,
     strongest,
+    tau_units,
     without,
 )
 from patchguard.evidence import Evidence, EvidenceMap
 from patchguard.overlap import best_cover, heaviest, sums
 from patchguard.windows import Windows
 
-PAIRS = 2**22  # evidence entries that the second round looks at together: bounds the memory
+PAIRS = {"cpu": 2**22, "cuda": 2**27}  # evidence entries that the second round looks at together: bounds the memory
 
 
 @final
@@ -32,11 +34,19 @@ class DoubleMasking(Defense[Certificate]):
     r"""Two rounds of masking; evidence may be signed.
 
     Rule.     l(m, m') = argmax_k S_k(outside m and m'), l(m) = l(m, m)   (ties: smallest k).
-              If all l(m) agree: that label. Else let z be the label of most masks (ties: smallest). If some mask m with
-              l(m) != z has l(m, m') = l(m) for every m': that l(m). Else z.
-    Theorem.  If for every w some mask m that covers w has l(m, m') = y for every mask m', then after any attack on any
-              w the label is y. The margin is
-                  min over w, max over m covering w, min over m' and k != y of  (S_y - S_k)(outside m and m').
+              If all l(m) agree: that label. Else let z be the label of most masks (ties: smallest). A mask m with
+              l(m) = c != z is believed if l(m, m') = c for every m', and c is still the argmax outside m alone when T
+              is taken off S_c. If some mask is believed: its label. Else z. T is tau in units, rounded down.
+    Theorem.  If for every w some mask m that covers w has, for every k != y, (S_y - S_k)(outside m) > T and
+              (S_y - S_k)(outside m and m') > 0 for every mask m', then after any attack on any w the label is y. With
+              g_k = u_y - u_k the margin is
+                  min over w, max over m covering w, min over k != y of
+                      g_k(outside m) - max( T, max over m' of g_k(m' outside m) ):
+              a second mask counts as if it took T or more away.
+
+    `tau`, in units of evidence, is the lead behind one mask with which it may overrule the majority. On clean images a
+    mask may hide the object, and what is left speaks, weakly, for another class. A larger `tau` overrules less, and
+    proves less.
 
     The `scores` of a prediction are the plain sums S_k; the label need not be their argmax. Sound, not exact.
     `masks.count > 1` uses unions of that many boxes: several patches, at the cost of their number squared. Cost:
@@ -44,8 +54,12 @@ class DoubleMasking(Defense[Certificate]):
     """
 
     masks: Windows
+    tau: float = 0.0
     default_evidence: ClassVar[Evidence] = Evidence(kind="logits", low=None)
     largest_top_k: ClassVar[int | None] = 1
+
+    def __post_init__(self) -> None:
+        check_tau(self.tau)
 
     def exact(self, evidence: EvidenceMap, windows: Windows) -> bool:
         """Sound only: the label may hold though no single mask proves it."""
@@ -64,43 +78,50 @@ class DoubleMasking(Defense[Certificate]):
         first_round = ties.argmax(seen, dim=1)  # l(m)
         votes = torch.zeros_like(total).scatter_add_(1, first_round, torch.ones_like(first_round))
         majority = ties.argmax(votes, dim=1)  # z
+        lead = tau_units(self.tau, evidence)  # T
         label = majority.clone()
         images, claims = (without(majority, votes) > 0).nonzero().unbind(1)
-        some = max(1, PAIRS // evidence.values[0].numel())
+        some = max(1, pairs_at_once(evidence.values) // evidence.values[0].numel())
         for first in range(0, len(images), some):
             image, claim = images[first : first + some], claims[first : first + some]
-            believed = self._believed(evidence.values[image], claim, first_round[image] == claim.unsqueeze(1))
-            # Two masks cannot both be right about different labels: their common pair has only one.
+            own = first_round[image] == claim.unsqueeze(1)
+            believed = self._believed(evidence.values[image], claim, own, lead)
+            # Two masks cannot both be believed for different labels: their common pair has only one.
             label[image[believed]] = claim[believed]
         return Prediction(label=label, scores=total.double() / evidence.scale)
 
     def _believed(
-        self, values: Int64[Tensor, "some classes rows columns"], claim: Tensor, own: Bool[Tensor, "some masks"]
+        self,
+        values: Int64[Tensor, "some classes rows columns"],
+        claim: Int64[Tensor, " some"],
+        own: Bool[Tensor, "some masks"],
+        lead: int,
     ) -> Bool[Tensor, " some"]:
-        """Whether, for some mask m of its `own`, l(m, m') is the claimed label for every second mask m'."""
+        """Whether a mask m of its `own` has the claim for l(m, m') with every m', and for l(m) less `lead`."""
         gap = select(values, claim).unsqueeze(1) - values
-        doubtful = ((self._floor(gap) <= 0) & own.unsqueeze(1)).any(2)
+        doubtful = ((self._floor(gap, lead) <= 0) & own.unsqueeze(1)).any(2)
         refuted = torch.zeros_like(own)
         images, rivals = doubtful.scatter(1, claim.unsqueeze(1), False).nonzero().unbind(1)
-        some = max(1, PAIRS // gap[0, 0].numel())
+        some = max(1, pairs_at_once(gap) // gap[0, 0].numel())
         for first in range(0, len(images), some):
             image, rival = images[first : first + some], rivals[first : first + some]
             needed = (rival < claim[image]).long().unsqueeze(1)  # a tie goes to the smaller index
-            place, mask = (self._worst_pair(gap[image, rival]) < needed).nonzero().unbind(1)
+            place, mask = (self._worst_pair(gap[image, rival], lead) < needed).nonzero().unbind(1)
             refuted[image[place], mask] = True
         return (own & ~refuted).any(1)
 
-    def _worst_pair(self, gap: Int64[Tensor, "*maps rows columns"]) -> Int64[Tensor, "*maps masks"]:
-        """min over m' of the gap outside m and m', for every m."""
+    def _worst_pair(self, gap: Int64[Tensor, "*maps rows columns"], lead: int) -> Int64[Tensor, "*maps masks"]:
+        """min over m' of the gap outside m and m', for every m, or what `lead` leaves outside m if that is less."""
         outside = gap.sum((-2, -1)).unsqueeze(-1) - sums(gap, self.masks)
-        return outside - heaviest(gap, self.masks, self.masks)
+        return outside - heaviest(gap, self.masks, self.masks).clamp(min=lead)
 
     def _certify(
         self, evidence: EvidenceMap, windows: Windows, label: Int64[Tensor, " batch"], top_k: int
     ) -> Certificate:
         gap = select(evidence.lower, label).unsqueeze(1) - evidence.upper
-        rivals = self._contenders(gap, label)
-        pairs = self._worst_pair(gather(gap, rivals))  # batch, rivals, masks
+        lead = tau_units(self.tau, evidence)  # T
+        rivals = self._contenders(gap, label, lead)
+        pairs = self._worst_pair(gather(gap, rivals), lead)  # batch, rivals, masks
         worst = pairs.amin(1)
         covered = best_cover(worst, self.masks, windows)
         region = ties.argmin(covered, dim=1)
@@ -115,16 +136,21 @@ class DoubleMasking(Defense[Certificate]):
             rival=rivals.gather(1, ties.argmin(there, dim=1).unsqueeze(1)).squeeze(1),
         )
 
-    def _contenders(self, gap: Tensor, label: Tensor) -> Int64[Tensor, "batch some"]:
+    def _contenders(self, gap: Tensor, label: Tensor, lead: int) -> Int64[Tensor, "batch some"]:
         """The rivals that can come closest: at their conceivable worst no better than the runner-up at its actual."""
         runner_up = strongest(-gap.sum((2, 3)), label, 1)
-        reference = self._worst_pair(gather(gap, runner_up))
-        return self._chosen((self._floor(gap) <= reference).any(2).long(), label)
+        reference = self._worst_pair(gather(gap, runner_up), lead)
+        return self._chosen((self._floor(gap, lead) <= reference).any(2).long(), label)
 
-    def _floor(self, gap: Tensor) -> Int64[Tensor, "batch classes masks"]:
+    def _floor(self, gap: Tensor, lead: int) -> Int64[Tensor, "batch classes masks"]:
         """A quick lower bound of `_worst_pair`: a second mask removes at most the heaviest sum of positive gaps."""
         outside = gap.sum((2, 3)).unsqueeze(2) - sums(gap, self.masks)
-        return outside - sums(gap.clamp(min=0), self.masks).amax(2, keepdim=True)
+        return outside - sums(gap.clamp(min=0), self.masks).amax(2, keepdim=True).clamp(min=lead)
 
     def _chosen(self, matters: Int64[Tensor, "batch classes"], label: Tensor) -> Int64[Tensor, "batch some"]:
         return strongest(matters, label, int(without(label, matters).clamp(min=0).sum(1).max()))
+
+
+def pairs_at_once(values: Tensor) -> int:
+    """Return `PAIRS` of the device that holds the values."""
+    return PAIRS.get(values.device.type, PAIRS["cuda"])

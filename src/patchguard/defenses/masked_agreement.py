@@ -13,17 +13,16 @@ from patchguard.defenses.base import (
     boxes_of,
     check_covered,
     check_masks,
+    check_tau,
     gather,
     prediction,
     select,
     strongest,
+    tau_units,
 )
-from patchguard.errors import InputError
 from patchguard.evidence import Evidence, EvidenceMap
 from patchguard.overlap import best_cover, sums
 from patchguard.windows import Windows
-
-LARGEST_TAU = 2.0**24  # no evidence of a whole image leads by more
 
 
 @final
@@ -45,8 +44,7 @@ class MaskedAgreement(Defense[DetectionCertificate]):
     largest_top_k: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tau <= LARGEST_TAU:
-            raise InputError(f"`tau` must lie between 0 and {LARGEST_TAU:.0f}; got {self.tau}.")
+        check_tau(self.tau)
 
     def exact(self, evidence: EvidenceMap, windows: Windows) -> bool:
         """Sound: another mask may raise the alert."""
@@ -59,15 +57,12 @@ class MaskedAgreement(Defense[DetectionCertificate]):
     def _admit(self, evidence: EvidenceMap) -> None:
         check_masks(self.masks, evidence)
 
-    def _tau(self, evidence: EvidenceMap) -> int:
-        return int(self.tau * evidence.scale)  # for whole numbers, gap > tau is gap > floor(tau)
-
     def _predict(self, evidence: EvidenceMap) -> Prediction:
         total = evidence.values.sum((2, 3))
         seen = total.unsqueeze(2) - sums(evidence.values, self.masks)  # batch, classes, masks
         first, second = seen.topk(2, dim=1).values.unbind(1)
         other = ties.argmax(seen, dim=1) != ties.argmax(total, dim=1).unsqueeze(1)
-        alert = (other & (first - second > self._tau(evidence))).any(1)
+        alert = (other & (first - second > tau_units(self.tau, evidence))).any(1)
         return prediction(total, evidence.scale, alert=alert)
 
     def _certify(
@@ -85,7 +80,7 @@ class MaskedAgreement(Defense[DetectionCertificate]):
         rival = rivals.gather(1, ties.argmin(select(seen.mT, mask), dim=1).unsqueeze(1)).squeeze(1)
         return DetectionCertificate(
             label=label,
-            margin=(margin - self._tau(evidence)).double() / evidence.scale,
+            margin=(margin - tau_units(self.tau, evidence)).double() / evidence.scale,
             weakest=boxes_of(region, windows),
             rival=rival,
             alert=self._predict(evidence).alert.bool(),  # type: ignore[union-attr]

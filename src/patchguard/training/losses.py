@@ -93,7 +93,7 @@ def double_masking(evidence: Map, target: Targets, boxes: Boxes, goal: Goal = PL
         (m, m') = argmin over pairs, m = m' included, of  min over k != y of  (S_y - S_k)(outside m and m')
         loss    = CE( S(outside m and m') / number of cells outside )
 
-    That smallest margin over all masks is, where positive, the margin of `DoubleMasking.certify`.
+    That smallest margin over all masks is, where positive, the margin of `DoubleMasking.certify` at `tau` 0.
     """
     pair = worst_pair(evidence, target, boxes)
     return goal(mean_outside(evidence, pair), target)

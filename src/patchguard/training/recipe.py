@@ -8,6 +8,7 @@ from typing import Any, Literal, cast, final
 
 from patchguard.data.preprocess import Preprocess, Resize
 from patchguard.defenses import Defense, DoubleMasking, MajorityVote, RobustMasking, Undefended
+from patchguard.defenses.base import LARGEST_TAU
 from patchguard.errors import InputError, nearest
 from patchguard.evidence import Evidence
 from patchguard.guard import Guard
@@ -53,11 +54,12 @@ class Recipe:
     images choose settings and checkpoints: a number of them, or, below 1, a share; 0 learns from all.
 
     `evidence` is the kind that the defense sees and the losses train: logits clipped from below at `low`, confidence,
-    or votes. With `regions` above 0, an ablation learns from so many random regions of each image in place of all.
-    `initial` and `teacher` name trained models: weights to start from, and one whose softened answers (logits divided
-    by `temperature`) make up the share `trust` of what is to be learned. Crops shift by up to `pad` pixels; `crop`, for
-    photos, is the range of the area that a crop takes; `colour` is how far colours move. `mixing` is the largest share
-    of another image that shines through, and of its label that is to be learned; among processes, of the same one's.
+    or votes. `tau` is `DoubleMasking`'s own. With `regions` above 0, an ablation learns from so many random regions of
+    each image in place of all. `initial` and `teacher` name trained models: weights to start from, and one whose
+    softened answers (logits divided by `temperature`) make up the share `trust` of what is to be learned. Crops shift
+    by up to `pad` pixels; `crop`, for photos, is the range of the area that a crop takes; `colour` is how far colours
+    move. `mixing` is the largest share of another image that shines through, and of its label that is to be learned;
+    among processes, of the same one's.
 
     `image_side` is the side that photos are brought to when they are read: the source images, in whose pixels patches
     are counted (CIFAR-10 stays as it is). `input_side` is what the Guard itself then resizes them to. `mask_cells`, if
@@ -73,6 +75,7 @@ class Recipe:
     model: str = "srf"
     model_settings: Mapping[str, Any] = field(default_factory=dict)
     defense: str = "DoubleMasking"
+    tau: float = 0.0
     evidence: str = "logits"
     low: float | None = None
     drift: float = 0.0
@@ -142,6 +145,11 @@ class Recipe:
         ):
             _number(self, name, least=0, most=1.0)
         _number(self, "mixing", least=0, most=0.5)
+        _number(self, "tau", least=0, most=LARGEST_TAU)
+        if self.tau and self.defense != "DoubleMasking":
+            raise InputError(
+                f"`tau` belongs to the defense DoubleMasking; got {self.tau} with {self.defense}. Set it to 0."
+            )
         if self.momentum >= 1 or self.ema >= 1 or self.warm_up >= 1:
             raise InputError("`momentum`, `ema` and `warm_up` must lie below 1.")
         if not self.temperature > 0:
@@ -196,7 +204,8 @@ class Recipe:
             model.check_size(*size)
             return IntervalGuard(cast(IntervalCnn, model), class_names)
         evidence = Evidence(kind=self.evidence, low=self.low, drift=self.drift)
-        guard = Guard(self.preprocess(), model, evidence, _DEFENSES[self.defense], class_names)
+        defense = DoubleMasking(masks=_ANYTHING, tau=self.tau) if self.tau else _DEFENSES[self.defense]
+        guard = Guard(self.preprocess(), model, evidence, defense, class_names)
         return guard.for_patch(self.patch, *size)
 
     def preprocess(self) -> Preprocess:

@@ -136,14 +136,17 @@ def test_double_masking_is_settled_as_the_defense_certifies(shape, kind, pair):
     small, large = GRIDS[shape]
     evidence, targets = made(small.grid, kind)
     defense = DoubleMasking(masks=small if pair == "own masks" else large)
-    assert 0 < compare(defense, evidence, small, targets) < len(targets)
+    lead = {"large logits": 12000.0, "prediction": 4.0, "confidence": 2.0}.get(kind, 6.0)
+    plain, above = (compare(replace(defense, tau=tau), evidence, small, targets) for tau in (0.0, lead))
+    assert 0 < above < plain < len(targets)
 
 
-def test_labels_of_double_masking_where_masks_disagree():
+@pytest.mark.parametrize("tau", [0.0, 1.5])
+def test_labels_of_double_masking_where_masks_disagree(tau):
     """Masks of all sizes on a small grid: majorities that stand, and such that one mask overrules, rightly and not."""
     generator = torch.Generator().manual_seed(0)
     for size in ((2, 2), (3, 2), (3, 3)):
-        defense = DoubleMasking(masks=Windows.sliding(grid=(4, 4), size=size))
+        defense = DoubleMasking(masks=Windows.sliding(grid=(4, 4), size=size), tau=tau)
         logits = (
             torch.randn(3000, 3, 4, 4, generator=generator).sign() * torch.rand(3000, 3, 4, 4, generator=generator) ** 3
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from patchguard import ties
 from patchguard.defenses import CellMasking, ClippedSum, DoubleMasking, MajorityVote, Median, RobustMasking, TrimmedMean
-from patchguard.defenses.base import Defense, select
+from patchguard.defenses.base import Defense, select, tau_units
 from patchguard.defenses.clipped_sum import enumerable
 from patchguard.defenses.order_statistics import cells_of
 from patchguard.evidence import EvidenceMap
@@ -55,7 +55,7 @@ class Sheet:
         if self.evidence.lower is self.evidence.values is self.evidence.upper:  # no drift
             quick = None
             if isinstance(defense, DoubleMasking) and top_k == 1:
-                quick = self._doubly_masked(defense.masks, windows, right)
+                quick = self._doubly_masked(defense, windows, right)
             elif isinstance(defense, RobustMasking) and defense.threshold == 0:
                 quick = self._masked(defense.masks, windows, top_k, right)
             elif isinstance(defense, ClippedSum | MajorityVote) and defense.spatial and top_k == 1:
@@ -102,7 +102,7 @@ class Sheet:
         images, claims = ((votes > 0) & others & (right.unsqueeze(1) | true)).nonzero().unbind(1)
         if masks.count == 1 and not any(masks.wrap):
             chosen = [
-                self._withstands(masks, first_round, each, claim, majority[each])
+                self._withstands(defense, first_round, each, claim, majority[each])
                 for each, claim in zip(*(torch.split(these, self._at_once) for these in (images, claims)), strict=True)
             ]
             images = images[torch.cat(chosen)]
@@ -112,13 +112,14 @@ class Sheet:
         return right
 
     def _withstands(
-        self, masks: Windows, first_round: Tensor, images: Tensor, claims: Tensor, majority: Tensor
+        self, defense: DoubleMasking, first_round: Tensor, images: Tensor, claims: Tensor, majority: Tensor
     ) -> Bool[Tensor, " some"]:
-        """Whether some mask for `claims` keeps it ahead of the majority's label when one bad second mask is added."""
+        """Whether some mask for `claims` keeps it ahead of the majority's label: by T, and with one bad second mask."""
+        masks, lead = defense.masks, self._lead_of(defense)
         gap = self._values[images, claims] - self._values[images, majority]
         inside = self._over(masks)[images, claims] - self._over(masks)[images, majority]
-        left = gap.sum((1, 2), dtype=gap.dtype).unsqueeze(1) - hidden(gap, inside, masks)
-        ahead = left >= (majority < claims).long().unsqueeze(1)
+        whole, needed = gap.sum((1, 2), dtype=gap.dtype).unsqueeze(1), (majority < claims).long().unsqueeze(1)
+        ahead = (whole - inside - lead >= needed) & (whole - hidden(gap, inside, masks) >= needed)
         return (ahead & (first_round[images] == claims.unsqueeze(1))).any(1)
 
     # -- proofs --------------------------------------------------------------------------------------------------------
@@ -178,22 +179,23 @@ class Sheet:
         return self._ranked[key][:, top_k - 1]
 
     def _doubly_masked(
-        self, masks: Windows, windows: Windows, right: Bool[Tensor, " batch"]
+        self, defense: DoubleMasking, windows: Windows, right: Bool[Tensor, " batch"]
     ) -> Bool[Tensor, " batch"] | None:
-        """`DoubleMasking(masks).certify(evidence, windows, targets).certified` of right labels, without drift.
+        """`defense.certify(evidence, windows, targets).certified` of right labels, without drift.
 
-        With g_k = u_y - u_k, equal boxes cover only themselves, so certified means: g_k outside m and m' is positive
-        for all rivals k and all pairs. Not so where it is not positive outside one mask alone. Surely so where what one
-        mask leaves exceeds all that a second one could hide. Only what lies between is searched: first the closest
-        rival, which settles most images that are not certified, then the others. None for other masks.
+        With g_k = u_y - u_k, equal boxes cover only themselves, so certified means: for all rivals k, g_k exceeds T
+        outside every mask and 0 outside every pair. Surely so where what one mask leaves exceeds T and all that a
+        second one could hide. Only what lies between is searched: first the closest rival, which settles most images
+        that are not certified, then the others. None for other masks.
         """
+        masks = defense.masks
         if not (masks == windows and windows.equal_boxes):
             return None
         seen = self._total.unsqueeze(2) - self._over(masks)
         outside = select(seen, self.targets).unsqueeze(1) - seen  # batch, classes, masks
         least = outside.amin(2)
         rival = ~torch.nn.functional.one_hot(self.targets, least.shape[1]).bool()
-        proved = right & ~((least <= 0) & rival).any(1)
+        proved = right & ~((least <= self._lead_of(defense)) & rival).any(1)
         between = (least <= self._most(masks)) & rival & proved.unsqueeze(1)
         for some in closest_first(between, least):
             self._refute(some, outside, masks, proved)
@@ -263,6 +265,10 @@ class Sheet:
     @cached_property
     def _total(self) -> Int[Tensor, "batch classes"]:
         return self._values.sum((2, 3), dtype=self._values.dtype)
+
+    def _lead_of(self, defense: DoubleMasking) -> int:
+        """T, or what no sum reaches, if that is less."""
+        return min(tau_units(defense.tau, self.evidence), -nothing(self._values.dtype))
 
     @cached_property
     def _ascending_sums(self) -> Int64[Tensor, "batch classes ranks"]:

@@ -25,8 +25,9 @@ runs one of them, `patchguard reproduce --list` shows all.
 Of every table: our certificates are the corrected ones ([theory](theory.md)): ties are not certified, a detection
 threshold above 0 is charged for what an attack can add, and windows come from the traced network. No weights
 pretrained as BagNets on ImageNet are at hand; each row names the model that was used. Certificates are about local
-logits kept as float16 and, as in the paper, charge no drift: they hold for a network that repeats its numbers exactly
-outside the patch. `patchguard certify` charges the drift of the model. The notes say how many answers float16 changes.
+logits kept as float16, rounded to 10 binary places, and, as in the paper, charge no drift: they hold for a network that
+repeats its numbers exactly outside the patch. `patchguard certify` charges the drift of the model. The notes say how
+many answers float16 changes.
 """
 
 

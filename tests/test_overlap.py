@@ -85,3 +85,33 @@ def test_large_values_do_not_cancel() -> None:
     values[0, 3, 3] += 1002
     windows = Windows.sliding(grid=(4, 4), size=(2, 2))
     assert int(overlap.sums(values, windows)[0, -1] - overlap.sums(values, windows)[0, 0]) == 1002
+
+
+@pytest.mark.parametrize("wrap", [(False, False), (True, False), (True, True)], ids=str)
+@pytest.mark.parametrize("sizes", [((2, 3), (2, 3)), ((5, 6), (2, 3)), ((6, 6), (5, 6))], ids=str)
+@pytest.mark.parametrize("sign", ["positive", "negative", "both"])
+def test_sums_of_32_bits_are_those_of_64_up_to_the_limit(wrap, sizes, sign) -> None:
+    """Maps whose absolute values add up to just below 2^27, also in a single cell."""
+    grid, limit = (6, 7), 2**27 - 1
+    masks, windows = (Windows.sliding(grid=grid, size=size, wrap=wrap) for size in sizes)
+    generator = torch.Generator().manual_seed(len(sign))
+    shares = torch.rand(12, *grid, generator=generator, dtype=torch.float64) ** 4
+    shares[::3] = 0
+    shares[::3, 0, 0] = 1
+    maps = (shares / shares.sum((1, 2), keepdim=True) * limit).long()
+    assert int(maps.sum((1, 2)).max()) > limit - 64
+    if sign != "positive":
+        maps = -maps if sign == "negative" else maps * (2 * torch.randint(0, 2, maps.shape, generator=generator) - 1)
+    assert torch.equal(overlap.sums(maps, masks), overlap.sums(maps.int(), masks).long())
+    assert torch.equal(overlap.heaviest(maps, masks, windows), overlap.heaviest(maps.int(), masks, windows).long())
+    inside = overlap.sums(maps, masks)
+    assert torch.equal(
+        overlap.best_cover(inside, masks, windows), overlap.best_cover(inside.int(), masks, windows).long()
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2**24 + 1, 2**40])
+def test_the_heaviest_union_is_the_largest_of_all_sums(size) -> None:
+    windows = Windows(grid=(1, 9), rows=((0, 1),), columns=tuple((i, i + 2) for i in range(8)), count=3)
+    maps = size * torch.randint(-3, 9, (40, 1, 9), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(overlap.heaviest_union(maps, windows), overlap.sums(maps, windows).amax(1))

@@ -1,8 +1,8 @@
 """Exact sums of integer maps over windows, outside windows, and over the masks that overlap them.
 
 Everything here is integer arithmetic on maps (maps, rows, columns), of 64 bits, or of 32 where the caller knows that
-sums stay far below their end. Boxes are summed from integral images; unions of
-several boxes (`Windows.count > 1`) and very small grids are written out cell by cell.
+sums stay far below their end. Boxes are summed from integral images; unions of several boxes (`Windows.count > 1`) and
+very small grids are written out cell by cell.
 """
 
 from collections.abc import Iterator
@@ -80,14 +80,12 @@ def heaviest(
     return found.view(*values.shape[:-2], -1)
 
 
-def heaviest_region(values: Int[Tensor, "maps rows columns"], windows: Windows) -> Int[Tensor, " maps"]:
-    """Return ``max over regions w of the sum over w``; of many unions, no list of sums is kept."""
-    if windows.count == 1:
-        return sums(values, windows).amax(1)
-    # float32 is exact up to 2^24, and twice as fast as float64.
-    exact = torch.float32 if int(values.abs().sum((1, 2)).max()) < 2**24 else torch.float64
-    found = values.flatten(1).to(exact) @ _owned(windows, values.device).mT.to(exact)
-    return found.amax(1).to(values.dtype)
+def heaviest_union(values: Int[Tensor, "maps rows columns"], windows: Windows) -> Int[Tensor, " maps"]:
+    """Return ``max over regions w of the sum over w``, for unions of several boxes: `sums(values, windows).amax(1)`.
+
+    Their sums are many, and compared as they come, in float64, where they are exact.
+    """
+    return (values.flatten(1).double() @ _owned(windows, values.device).mT).amax(1).to(values.dtype)
 
 
 def overlaps(

@@ -10,7 +10,7 @@ from oracle import CIRCLE, GRID, LINE
 from test_robust_masking import as_tensor, as_windows
 
 from patchguard.certificate import DetectionCertificate
-from patchguard.defenses import DoubleMasking, MaskedAgreement, RobustMasking
+from patchguard.defenses import DoubleMasking, MaskedAgreement, RobustMasking, double_masking
 from patchguard.errors import InputError
 from patchguard.evidence import Evidence
 from patchguard.windows import Windows
@@ -114,6 +114,16 @@ def test_a_third_class_close_behind_keeps_a_mask_from_overruling() -> None:
     masks = Windows.sliding(grid=(1, 4), size=(1, 1))
     labels = [int(DoubleMasking(masks=masks, tau=tau).predict(maps).label) for tau in (0.0, 3.0, 3.5, 4.0)]
     assert labels == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("tau", [0.0, 4.0])
+def test_the_second_round_may_look_at_claims_in_parts(tau, monkeypatch) -> None:
+    maps = np.random.default_rng(6).integers(-3, 4, (600, 3, GRID.cells))
+    evidence = Evidence(low=None, bits=0)(as_tensor(list(maps), GRID))
+    defense = DoubleMasking(masks=as_windows(GRID, (1, 2)), tau=tau)
+    whole = defense.predict(evidence).label
+    monkeypatch.setattr(double_masking, "PAIRS", {"cpu": 100, "cuda": 100})
+    assert torch.equal(defense.predict(evidence).label, whole)
 
 
 def test_double_masking_certifies_all_that_robust_masking_does_at_equal_masks() -> None:

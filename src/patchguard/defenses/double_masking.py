@@ -25,7 +25,7 @@ from patchguard.evidence import Evidence, EvidenceMap
 from patchguard.overlap import best_cover, heaviest, sums
 from patchguard.windows import Windows
 
-PAIRS = {"cpu": 2**22, "cuda": 2**27}  # evidence entries that the second round looks at together: bounds the memory
+PAIRS = {"cpu": 2**22, "cuda": 2**27}  # entries, cells or masks, that the second round looks at together
 
 
 @final
@@ -81,7 +81,7 @@ class DoubleMasking(Defense[Certificate]):
         lead = tau_units(self.tau, evidence)  # T
         label = majority.clone()
         images, claims = (without(majority, votes) > 0).nonzero().unbind(1)
-        some = max(1, pairs_at_once(evidence.values) // evidence.values[0].numel())
+        some = self._at_once(evidence.values, evidence.classes)
         for first in range(0, len(images), some):
             image, claim = images[first : first + some], claims[first : first + some]
             own = first_round[image] == claim.unsqueeze(1)
@@ -102,7 +102,7 @@ class DoubleMasking(Defense[Certificate]):
         doubtful = ((self._floor(gap, lead) <= 0) & own.unsqueeze(1)).any(2)
         refuted = torch.zeros_like(own)
         images, rivals = doubtful.scatter(1, claim.unsqueeze(1), False).nonzero().unbind(1)
-        some = max(1, pairs_at_once(gap) // gap[0, 0].numel())
+        some = self._at_once(gap)
         for first in range(0, len(images), some):
             image, rival = images[first : first + some], rivals[first : first + some]
             needed = (rival < claim[image]).long().unsqueeze(1)  # a tie goes to the smaller index
@@ -150,7 +150,7 @@ class DoubleMasking(Defense[Certificate]):
     def _chosen(self, matters: Int64[Tensor, "batch classes"], label: Tensor) -> Int64[Tensor, "batch some"]:
         return strongest(matters, label, int(without(label, matters).clamp(min=0).sum(1).max()))
 
-
-def pairs_at_once(values: Tensor) -> int:
-    """Return `PAIRS` of the device that holds the values."""
-    return PAIRS.get(values.device.type, PAIRS["cuda"])
+    def _at_once(self, values: Tensor, classes: int = 1) -> int:
+        """How many maps, or images of several classes, the second round looks at together: bounds the memory."""
+        most = PAIRS.get(values.device.type, PAIRS["cuda"])
+        return max(1, most // (classes * max(values.shape[2] * values.shape[3], self.masks.regions)))

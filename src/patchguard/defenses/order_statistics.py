@@ -5,7 +5,7 @@ from typing import ClassVar, final
 
 import numpy as np
 import torch
-from jaxtyping import Int64
+from jaxtyping import Int, Int64
 from torch import Tensor
 
 from patchguard.certificate import Certificate, Prediction
@@ -152,10 +152,10 @@ def certify_ranks(
 
 
 def _rank_sum(cells: Int64[Tensor, "*maps cells"], ranks: tuple[int, int]) -> Int64[Tensor, "*maps"]:
-    return _ascending(cells)[..., ranks[0] - 1 : ranks[1]].sum(-1)
+    return ascending(cells)[..., ranks[0] - 1 : ranks[1]].sum(-1)
 
 
-def _ascending(cells: Int64[Tensor, "*maps cells"]) -> Int64[Tensor, "*maps cells"]:
+def ascending(cells: Int[Tensor, "*maps cells"]) -> Int[Tensor, "*maps cells"]:
     """Sort the cells; on a CPU by NumPy, which is several times faster."""
     return torch.from_numpy(np.sort(cells.numpy())) if cells.device.type == "cpu" else cells.sort(dim=-1).values
 
@@ -176,7 +176,7 @@ def _shifted_sum(cells: Tensor, ranks: tuple[int, int], shift: int, fill: int) -
     """The rank sum after the `shift` smallest cells became `fill`, the largest value: no attack can do better."""
     count = cells.shape[-1]
     first, last = ranks[0] + shift, ranks[1] + shift
-    kept = _ascending(cells)[..., first - 1 : last].sum(-1)
+    kept = ascending(cells)[..., first - 1 : last].sum(-1)
     return kept + fill * (last - max(count, first - 1) if last > count else 0)
 
 

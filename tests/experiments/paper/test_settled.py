@@ -226,3 +226,10 @@ def test_what_the_defense_refuses_is_refused():
     other = Windows.sliding(grid=(5, 5), size=(2, 2))
     with pytest.raises(InputError, match="grid"):
         Sheet(signed, targets).proved(DoubleMasking(masks=windows), other)
+    with pytest.raises(InputError, match="`trim` must leave"):
+        Sheet(signed, targets).right(TrimmedMean(trim=8))
+    logits = torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    logits[1, 0, 0, 0] = torch.nan
+    broken, rule = Evidence(low=0.0)(logits), CellMasking(cells=4, spatial=False)
+    with pytest.raises(InputError, match="must be finite"):
+        Sheet(broken, rule.predict(broken).label).proved(rule, windows)

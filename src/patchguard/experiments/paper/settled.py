@@ -18,14 +18,14 @@ from patchguard import ties
 from patchguard.defenses import CellMasking, ClippedSum, DoubleMasking, MajorityVote, Median, RobustMasking, TrimmedMean
 from patchguard.defenses.base import Defense, select, tau_units
 from patchguard.defenses.clipped_sum import enumerable
-from patchguard.defenses.order_statistics import cells_of
+from patchguard.defenses.order_statistics import ascending, cells_of
 from patchguard.evidence import EvidenceMap
 from patchguard.integral import integral_image
-from patchguard.overlap import best_cover, heaviest, heaviest_region, sums
+from patchguard.overlap import best_cover, heaviest, heaviest_union, sums
 from patchguard.product import nothing
 from patchguard.windows import Windows
 
-SHORT = 2**27  # so that some sums, added to `nothing` or multiplied by 5, still fit 32 bits
+SHORT = 2**27  # of a gap's absolute values: nine times it, and `nothing` with three times it, still fit 32 bits
 MAPS = {"cpu": 256, "cuda": 4096}  # maps whose pairs or unions of windows are searched together
 
 
@@ -52,7 +52,8 @@ class Sheet:
         """Whether that is so and no contents of any window change it; nothing is computed for wrong labels."""
         defense.check_question(self.evidence, windows, top_k)
         right = self.right(defense, top_k)
-        if self.evidence.lower is self.evidence.values is self.evidence.upper:  # no drift
+        still = self.evidence.lower is self.evidence.values is self.evidence.upper  # no drift
+        if still and bool(self.evidence.finite.all()):
             quick = None
             if isinstance(defense, DoubleMasking) and top_k == 1:
                 quick = self._doubly_masked(defense, windows, right)
@@ -80,6 +81,7 @@ class Sheet:
             scores = self._total - self._over(defense.masks).amax(2)
             return among_best(scores, self.targets, top_k)
         if isinstance(defense, CellMasking | Median | TrimmedMean):
+            defense._admit(self.evidence)
             return among_best(self._rank_sums(*defense.ranks(cells_of(self.evidence))), self.targets, top_k)
         answer = defense.predict(self.evidence)
         return answer.label == self.targets if top_k == 1 else among_best(answer.scores, self.targets, top_k)
@@ -238,7 +240,7 @@ class Sheet:
         for some in closest_first(~safe, gap):
             for image, against in self._pairs(some & proved.unsqueeze(1)):
                 taken = self.evidence.values[image, self.targets[image]] - self.evidence.values[image, against] + span
-                proved[image[gap[image, against] <= heaviest_region(taken, windows)]] = False
+                proved[image[gap[image, against] <= heaviest_union(taken, windows)]] = False
         return proved
 
     def _rank_proved(self, defense: CellMasking | Median | TrimmedMean, shift: int) -> Bool[Tensor, " batch"]:
@@ -274,8 +276,7 @@ class Sheet:
     def _ascending_sums(self) -> Int64[Tensor, "batch classes ranks"]:
         """The sum of the smallest cells of a class, for every number of them."""
         cells = self._values.flatten(2)
-        ordered = torch.from_numpy(np.sort(cells.numpy())) if cells.device.type == "cpu" else cells.sort(dim=2).values
-        return torch.nn.functional.pad(ordered.cumsum(2, dtype=torch.int64), (1, 0))
+        return torch.nn.functional.pad(ascending(cells).cumsum(2, dtype=torch.int64), (1, 0))
 
     @cached_property
     def _gap(self) -> Int[Tensor, "batch classes rows columns"]:

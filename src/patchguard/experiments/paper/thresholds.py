@@ -53,8 +53,8 @@ def run(context: Context, dataset: str) -> Result:
         try:
             maps = context.maps(network.names, dataset)
         except Missing as missing:
-            nothing = (None,) * len(COLUMNS)
-            rows = [Row(label=label, ours=nothing, published=theirs[label], note=str(missing)) for label in theirs]
+            blank = (None,) * len(COLUMNS)
+            rows = [Row(label=label, ours=blank, published=theirs[label], note=str(missing)) for label in theirs]
         else:
             patch = models.patches(dataset, maps.size[0])[name]
             for suffix, windows_of in spaces(maps).items():

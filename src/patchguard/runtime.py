@@ -1,5 +1,6 @@
 """Where and how computations run: device, processes, seeds, precision, and the stamp that a result carries."""
 
+import gc
 import os
 import platform
 import threading
@@ -81,6 +82,8 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
         yield device
         from_first(0.0, device)
     finally:
+        # A network that shares gradients holds the group; where it outlives it, torch now and then aborts at the exit.
+        gc.collect()
         dist.destroy_process_group()
 
 

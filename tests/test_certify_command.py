@@ -148,6 +148,7 @@ def test_images_without_classes_get_labels_and_proofs(run, labelled, tmp_path):
         ("--defense", "Median"),
         ("--defense", "Undefended"),
         ("--evidence", "confidence"),
+        ("--tau", "3"),
     ],
     ids=lambda words: "-".join(words).replace("--", ""),
 )
@@ -157,6 +158,8 @@ def test_the_rule_can_be_swapped(run, labelled, tmp_path, words):
     settings = json.loads((tmp_path / "run.json").read_text())["settings"]
     assert settings["defense"] == (words[1] if words[0] == "--defense" else "DoubleMasking")
     assert settings["images"] == 6
+    assert settings["tau"] == (3 if words[0] == "--tau" else None)
+    assert (", tau 3" in shown.stdout) == (words[0] == "--tau")
 
 
 def test_a_finished_run_is_shown_again_and_other_settings_are_refused(run, labelled, tmp_path):
@@ -217,6 +220,9 @@ MISTAKES = {
     "evidence that does not fit": (("--defense", "MajorityVote", "--evidence", "tanh"), "needs votes"),
     "a threshold in words": (("--defense", "RobustMasking", "--threshold", "low"), "`--threshold` must be a share"),
     "a threshold without use": (("--threshold", "0.2"), "belongs to RobustMasking"),
+    "a tau without use": (("--defense", "RobustMasking", "--tau", "2"), "`--tau` belongs to DoubleMasking"),
+    "a tau below 0": (("--tau", "-1"), "`tau` must lie between 0 and"),
+    "a tau that is no number": (("--tau", "nan"), "`tau` must lie between 0 and"),
     "a top k that is not proved": (("--top-k", "2"), "no certificate for the top 2"),
     "no images": (("--limit", "0"), "`limit` must be a whole number, 1 or more"),
     "no batch": (("--batch-size", "0"), "`--batch-size` must be a whole number"),

@@ -166,16 +166,19 @@ def test_a_student_starts_from_one_model_and_learns_from_another(
         Trainer(recipe(teacher="wis"), stripes(96), device=CPU)
 
 
-@pytest.mark.parametrize("regions", [1, 3])
-def test_an_ablation_learns_from_random_bands(regions: int) -> None:
+@pytest.mark.parametrize(
+    ("regions", "weights"), [(1, {"local": 1.0}), (3, {"local": 1.0}), (8, {"robust_masking": 0.6, "plain": 0.4})]
+)
+def test_an_ablation_learns_from_random_bands(regions: int, weights: dict[str, float]) -> None:
     bands = recipe(
         model="ds_resnet18",
         model_settings={"width": 0.125, "band": 5},
         defense="RobustMasking",
         evidence="confidence",
-        weights={"local": 1.0},
+        weights=weights,
         regions=regions,
         plain_share=0.0,
+        mask_steps=((0.0, 1),),
         pad=0,
     )
     trainer = Trainer(bands, stripes(320), device=CPU)

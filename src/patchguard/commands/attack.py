@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchguard.commands.certify import DEFENSES, EVIDENCE, SPACE, percent, plain
+from patchguard.commands.certify import DEFENSES, EVIDENCE, SPACE, TAU, percent, plain
 from patchguard.commands.common import screen, shown
 from patchguard.commands.data import Root
 from patchguard.commands.progress import shown_progress
@@ -58,6 +58,7 @@ def attack(
     ] = "",
     evidence: Annotated[str, typer.Option(help=f"Make another kind of evidence: {EVIDENCE}.")] = "",
     threshold: Annotated[str, typer.Option(help="Detection threshold T of RobustMasking, such as 0.2 or 1/5.")] = "",
+    tau: Annotated[float | None, typer.Option(help=TAU, show_default=False)] = None,
     limit: Annotated[int | None, typer.Option(help="So many images only, spread over all.", show_default=False)] = None,
     only: Annotated[
         int | None, typer.Option(help="Only the image of this number, attacked as in the run.", show_default=False)
@@ -100,6 +101,7 @@ def attack(
         defense=defense,
         evidence=evidence,
         threshold=threshold,
+        tau=tau,
         patch_space=patch_space,
         curve=False,
         alerts=True,
@@ -123,6 +125,7 @@ def attack(
         "defense": defense,
         "evidence": evidence,
         "threshold": threshold,
+        "tau": tau,
         "limit": limit,
         "device": device,
     }

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 DEFENSES = "RobustMasking, DoubleMasking, ClippedSum, MajorityVote, CellMasking, Median, TrimmedMean or Undefended"
 SPACE = "Where the patch lies: in the source image, or in the network's input, after resize and crop."
+TAU = "Lead that DoubleMasking asks of a mask that overrules the majority, in units of evidence. Default: the model's."
 EVIDENCE = "logits, confidence, vote, prediction or tanh"
 
 
@@ -39,6 +40,7 @@ def certify(
     defense: Annotated[str, typer.Option(help=f"Aggregate by another rule: {DEFENSES}.")] = "",
     evidence: Annotated[str, typer.Option(help=f"Make another kind of evidence: {EVIDENCE}.")] = "",
     threshold: Annotated[str, typer.Option(help="Detection threshold T of RobustMasking, such as 0.2 or 1/5.")] = "",
+    tau: Annotated[float | None, typer.Option(help=TAU, show_default=False)] = None,
     top_k: Annotated[int, typer.Option(help="Prove that the label stays among the k best.")] = 1,
     limit: Annotated[int | None, typer.Option(help="So many images only, spread over all.", show_default=False)] = None,
     batch_size: Annotated[
@@ -71,6 +73,7 @@ def certify(
         defense=defense,
         evidence=evidence,
         threshold=threshold,
+        tau=tau,
         patch_space=patch_space,
         top_k=top_k,
         certificates=certificates,
@@ -125,6 +128,7 @@ def _show(outcome: "Outcome", folder: Path, as_json: bool) -> None:
     output.print(
         f"{shown(settings['model'])} on {shown(settings['data'])}: {summary['images']:,} images, "
         f"{settings['defense']} of {settings['evidence']['kind']}"
+        + (f", tau {settings['tau']:g}" if settings.get("tau") else "")
         + (f", label among the best {settings['top_k']}" if settings["top_k"] > 1 else ""),
         soft_wrap=True,
     )

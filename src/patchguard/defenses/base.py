@@ -20,7 +20,7 @@ LocalEvidence: TypeAlias = EvidenceMap | Float[Tensor, "batch classes rows colum
 
 # Evidence entries handled at once: on a CPU few enough that memory is reused, on an accelerator enough to fill it.
 ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
-LARGEST_TAU = 2.0**24  # no evidence of a whole image leads by more
+LARGEST_TAU = 2.0**24  # in the finest fixed point still far from the ends of 64 bits
 
 
 class Defense(ABC, Generic[Proof]):

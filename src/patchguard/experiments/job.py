@@ -16,11 +16,7 @@ from patchguard import certificate_file, config, zoo
 from patchguard.data.decode import Unreadable
 from patchguard.data.loading import decoded
 from patchguard.data.source import Source, open_source
-from patchguard.defenses import (
-    Defense,
-    MaskedAgreement,
-    RobustMasking,
-)
+from patchguard.defenses import Defense, DoubleMasking, MaskedAgreement, RobustMasking
 from patchguard.errors import InputError, nearest
 from patchguard.evidence import Evidence, Kind
 from patchguard.experiments.plan import Plan, WrittenPatch, curve_sides, make_plan
@@ -58,7 +54,7 @@ class Job:
 
     def settings(self) -> dict[str, Any]:
         """Return every setting as JSON values, for run.json."""
-        threshold = getattr(self.guard.defense, "threshold", None)
+        threshold, tau = (getattr(self.guard.defense, name, None) for name in ("threshold", "tau"))
         return {
             "model": self.model,
             "model_digest": self.digest,
@@ -70,6 +66,7 @@ class Job:
             "defense": type(self.guard.defense).__name__,
             "evidence": config.evidence_to_json(self.guard.evidence),
             "threshold": None if threshold is None else str(threshold),
+            "tau": tau or None,  # 0, as in runs that are older than it, is none
             "top_k": self.top_k,
             "curve": list(self.curve),
             "class_names": list(self.class_names),
@@ -92,6 +89,7 @@ def prepare(
     defense: str = "",
     evidence: str = "",
     threshold: str = "",
+    tau: float | None = None,
     top_k: int = 1,
     certificates: Path | None = None,
     patch_space: str = "source",
@@ -119,7 +117,7 @@ def prepare(
     size = usual_size(source)
     written = written or (default_patch(zoo.recipe(model), size),)
     asked = [each.at(*size) for each in written]
-    guard = swapped(loaded, defense, evidence, threshold, alerts=alerts)
+    guard = swapped(loaded, defense, evidence, threshold, tau, alerts=alerts)
     if defense:
         guard = guard.for_patch(asked[0], *size)
     job = Job(
@@ -251,8 +249,10 @@ def _digest(source: Source) -> str:
 # -- the rule ----------------------------------------------------------------------------------------------------------
 
 
-def swapped(guard: Guard[Any], defense: str, evidence: str, threshold: str, *, alerts: bool = False) -> Guard[Any]:
-    """Return the guard with another aggregation, evidence or threshold; the same guard where none is given.
+def swapped(
+    guard: Guard[Any], defense: str, evidence: str, threshold: str, tau: float | None, *, alerts: bool = False
+) -> Guard[Any]:
+    """Return the guard with another aggregation, evidence, threshold or tau; the same guard where none is given.
 
     Another defense brings its own kind of evidence; `evidence` names one instead. The drift stays. Its masks are not
     yet fitted: `Guard.for_patch` does that.
@@ -270,6 +270,10 @@ def swapped(guard: Guard[Any], defense: str, evidence: str, threshold: str, *, a
         if not isinstance(rule, RobustMasking):
             raise InputError(f"`--threshold` belongs to RobustMasking; got {type(rule).__name__}. Leave it out.")
         rule = replace(rule, threshold=_fraction(threshold))
+    if tau is not None:
+        if not isinstance(rule, (DoubleMasking, MaskedAgreement)):
+            raise InputError(f"`--tau` belongs to DoubleMasking; got {type(rule).__name__}. Leave it out.")
+        rule = replace(rule, tau=tau)
     if isinstance(rule, MaskedAgreement) and not alerts:
         raise InputError("`--defense` must prove labels; MaskedAgreement detects attacks. Use it from Python.")
     return (

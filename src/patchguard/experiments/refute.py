@@ -83,7 +83,7 @@ class Trial:
 
     def seeing(self, file: str) -> str | None:
         """Return the command that shows the label of a saved image; None where `predict` would do otherwise."""
-        if {"--defense", "--evidence", "--threshold", "--patch-space"} & set(self.command):
+        if {"--defense", "--evidence", "--threshold", "--tau", "--patch-space"} & set(self.command):
             return None
         return shlex.join(["patchguard", "predict", file, "--model", self.model])
 

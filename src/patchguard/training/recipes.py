@@ -38,7 +38,10 @@ def cifar10() -> Recipe:
         cutout=10,
         colour=0.4,
         mixing=0.2,
-        epochs=170,
+        # Chosen with 5,000 images held out of the training before this one; what that chose, now learns from all.
+        tau=850.0,
+        held_out=0,
+        epochs=165,
     )
 
 
@@ -64,10 +67,10 @@ def cifar10_mask_srf() -> Recipe:
     )
 
 
-def cifar10_mask_ds() -> Recipe:
-    """Robust masking of the confidences of DS-ResNet-18: a ResNet-18 that sees bands of four columns."""
+def cifar10_mask_ds_bands() -> Recipe:
+    """First half of `cifar10_mask_ds`: a ResNet-18 that sees one random band of four columns of each image."""
     return Recipe(
-        name="cifar10_mask_ds",
+        name="cifar10_mask_ds_bands",
         **_CIFAR10,
         model="ds_resnet18",
         defense="RobustMasking",
@@ -79,6 +82,26 @@ def cifar10_mask_ds() -> Recipe:
         **_TAUGHT,
         peak_rate=0.2,
         epochs=100,
+    )
+
+
+def cifar10_mask_ds() -> Recipe:
+    """Robust masking of the confidences of DS-ResNet-18, learning on at the worst window of eight bands of an image."""
+    return cifar10_mask_ds_bands().changed(
+        {
+            "name": "cifar10_mask_ds",
+            "initial": "cifar10_mask_ds_bands",
+            # Bands that share nothing, all around the image: together they are as sure as all 32 are, for a quarter.
+            "regions": 8,
+            "weights": {"robust_masking": 0.6, "plain": 0.4},
+            "mask_steps": [[0.0, 1]],
+            "weight_decay": 1e-3,
+            "colour": 0.4,
+            "peak_rate": 0.1,
+            # 5,000 images held out of a shorter run chose these settings.
+            "held_out": 0,
+            "epochs": 86,
+        }
     )
 
 
@@ -319,6 +342,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
     for recipe in (
         cifar10,
         cifar10_mask_srf,
+        cifar10_mask_ds_bands,
         cifar10_mask_ds,
         cifar10_mask_bn17_provable,
         cifar10_mask_bn17,

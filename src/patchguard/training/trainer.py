@@ -22,7 +22,7 @@ from patchguard.models.bagnet import BagNet
 from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.models.srf import Srf
 from patchguard.runtime import derived_seed
-from patchguard.training import losses
+from patchguard.training import comb, losses
 from patchguard.training.augment import Draws, augmented, mixed, quarter, recoloured, resized_crop
 from patchguard.training.curriculum import Stage, coarse, rate, stage_at, stages, thinned
 from patchguard.training.feed import feed_of
@@ -210,8 +210,8 @@ class Trainer:
             return logits
         field = self.model.field(*pixels.shape[2:])
         starts = torch.cartesian_prod(torch.tensor(field.rows.starts), torch.tensor(field.columns.starts))
-        drawn = starts.to(self.device)[draws.whole(len(starts), regions).flatten()]
-        shown = self.model.ablate(pixels.repeat_interleave(regions, 0), drawn)
+        chosen = starts.to(self.device)[comb.drawn(len(starts), regions, draws).flatten()]
+        shown = self.model.ablate(pixels.repeat_interleave(regions, 0), chosen)
         answers: Tensor = self.forward(shown.contiguous(memory_format=self.layout))
         return answers.view(len(pixels), regions, -1).transpose(1, 2).unsqueeze(2)
 
@@ -374,6 +374,8 @@ def boxes_of_stages(
     if isinstance(guard, IntervalGuard) or not losses.needs_masks(recipe.weights):
         return {key: torch.empty(0, 4, dtype=torch.int64, device=device) for key in plan}
     windows = guard.windows(recipe.patch, *size)
+    if recipe.regions > 0 and isinstance(guard.model, Ablation):
+        windows = comb.masks(windows, recipe.regions)
     if recipe.mask_cells is not None:
         side = recipe.mask_cells
         windows = Windows.sliding(grid=windows.grid, size=(min(side, windows.grid[0]), min(side, windows.grid[1])))

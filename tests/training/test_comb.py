@@ -1,0 +1,69 @@
+"""Few bands stand for all: what a window of the image hides, a mask on the comb hides, too."""
+
+import pytest
+import torch
+
+from patchguard import Patch
+from patchguard.errors import InputError
+from patchguard.field import Axis, Field
+from patchguard.training import comb
+from patchguard.training.augment import Draws
+from patchguard.windows import Windows
+
+
+def draws(images: int) -> Draws:
+    return Draws(torch.Generator().manual_seed(0), images, slice(0, images))
+
+
+@pytest.mark.parametrize(("bands", "regions"), [(32, 8), (32, 1), (32, 32), (32, 5), (7, 3)])
+def test_regions_are_different_evenly_spaced_and_start_anywhere(bands: int, regions: int) -> None:
+    drawn = comb.drawn(bands, regions, draws(2000))
+    assert drawn.shape == (2000, regions)
+    assert set(drawn[:, 0].tolist()) == set(range(bands))
+    gaps = (drawn.roll(-1, 1) - drawn - 1) % bands + 1
+    assert torch.equal(gaps.sum(1), torch.full((2000,), bands))  # once around, so that none comes twice
+    assert set(gaps.flatten().tolist()) <= {bands // regions, -(-bands // regions)}
+
+
+def test_one_region_is_drawn_as_it_always_was() -> None:
+    assert torch.equal(comb.drawn(32, 1, draws(50)), draws(50).whole(32, 1))
+
+
+@pytest.mark.parametrize("bands", [7, 12, 32])
+@pytest.mark.parametrize("width", [1, 3, 6])
+def test_every_window_is_hidden_by_a_mask_unless_it_crosses_the_seam(bands: int, width: int) -> None:
+    windows = Windows.sliding(grid=(1, bands), size=(1, width), wrap=(False, True))
+    for regions in range(1, bands + 1):
+        masks = comb.masks(windows, regions)
+        assert (masks.grid, any(masks.wrap)) == ((1, regions), False)
+        hidden = [set(range(start, stop)) for start, stop in masks.columns]
+        for numbers in set(map(tuple, comb.drawn(bands, regions, draws(200)).tolist())):
+            for start in range(bands):
+                touched = {cell for cell in range(regions) if (numbers[cell] - start) % bands < width}
+                around = {0, regions - 1} <= touched and len(touched) < regions
+                assert around or any(touched <= mask for mask in hidden)
+
+
+def test_masks_hide_no_more_than_some_window_can_where_bands_divide_evenly() -> None:
+    windows = Windows.sliding(grid=(1, 32), size=(1, 8), wrap=(False, True))
+    assert comb.masks(windows, 8) == Windows.sliding(grid=(1, 8), size=(1, 2))
+    assert comb.masks(windows, 32) == Windows.sliding(grid=(1, 32), size=(1, 8))
+
+
+def test_bands_of_rows_are_a_row_of_cells_as_well() -> None:
+    circle = Axis(tuple(range(16)), (4,) * 16, 16, wrap=True)
+    windows = Windows.reached_by(Patch(5), Field(rows=circle, columns=Axis((0,), (16,), 16)))
+    assert comb.masks(windows, 4) == Windows.sliding(grid=(1, 4), size=(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("windows", "regions", "message"),
+    [
+        (Windows.sliding(grid=(6, 6), size=(2, 2)), 4, "bands on a circle"),
+        (Windows.sliding(grid=(1, 6), size=(1, 2)), 4, "bands on a circle"),
+        (Windows.sliding(grid=(1, 6), size=(1, 2), wrap=(False, True)), 7, "at most the 6 bands"),
+    ],
+)
+def test_what_cannot_stand_for_windows_is_refused(windows: Windows, regions: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        comb.masks(windows, regions)

@@ -30,8 +30,8 @@ _NO_BAGNET = "no BagNet pretrained on ImageNet is at hand"
 _SEEN = "an ImageNet ResNet-50, which has seen the test images"
 _RESIZED = "photos squeezed to a square, where the paper crops"
 TRAINED = {
-    "cifar10": "trained for double masking",
-    "cifar10_mask_ds": "trained here from random weights, taught by a ResNet-18",
+    "cifar10": "trained for double masking, which has tau 0 in these tables, not the model's own",
+    "cifar10_mask_ds": "trained from random weights, in two stages, the second for Mask-DS; taught by a ResNet-18",
     "cifar10_mask_bn17*": f"{_NO_BAGNET}: trained from random weights, in two stages, taught by a ResNet-18",
     "cifar10_mask_bn*": f"{_NO_BAGNET}: trained from random weights, in one stage, taught by a ResNet-18",
     "cifar10_plain_bn*": f"{_NO_BAGNET}: trained from random weights, taught by a ResNet-18",

@@ -22,6 +22,8 @@ import patchguard
 from patchguard import verify, zoo
 from patchguard.cli import app
 from patchguard.data.preprocess import Preprocess, Resize
+from patchguard.defenses import DoubleMasking
+from patchguard.experiments.job import swapped
 from patchguard.experiments.records import Folder
 from patchguard.guard import Guard
 from patchguard.patch import Patch
@@ -192,9 +194,10 @@ def test_a_run_cut_anywhere_ends_with_the_same_bytes(run, labelled, tmp_path):
         assert {**again, "seconds": None} == {**summary, "seconds": None}
 
 
-def test_certificate_files_are_written_and_valid(run, labelled, tmp_path):
+@pytest.mark.parametrize("tau", ["0", "2.5"])
+def test_certificate_files_are_written_and_valid(run, labelled, tmp_path, tau):
     words = ("--data", labelled / "bread", "--patch", "2", "--patch", "3", "--limit", "2", "--out", tmp_path / "run")
-    shown = run("certify", *words, "--certificates", tmp_path / "files")
+    shown = run("certify", *words, "--tau", tau, "--certificates", tmp_path / "files")
     assert shown.exit_code == 0, shown.output
     files = sorted(path.name for path in (tmp_path / "files").iterdir())
     assert files == ["000000-2x2.pgc", "000000-3x3.pgc", "000001-2x2.pgc", "000001-3x3.pgc"]
@@ -204,6 +207,17 @@ def test_certificate_files_are_written_and_valid(run, labelled, tmp_path):
         entry = records[int(name[:6])]["patches"][name[7:10]]
         assert verdict.valid
         assert verdict.certified == entry["certified"]
+
+
+def test_tau_stays_with_the_evidence_whose_units_it_counts() -> None:
+    guard = srf_guard()
+    guard = replace(guard, defense=DoubleMasking(masks=guard.defense.masks, tau=3.0))
+    assert swapped(guard, "", "", "", None) is guard
+    assert swapped(guard, "", "logits", "", None).defense.tau == 3
+    assert swapped(guard, "", "confidence", "", None).defense.tau == 0
+    assert swapped(guard, "", "confidence", "", 0.5).defense.tau == 0.5
+    assert swapped(guard, "DoubleMasking", "", "", None).defense.tau == 0
+    assert swapped(guard, "", "", "", 0.0).defense.tau == 0
 
 
 MISTAKES = {
@@ -220,7 +234,7 @@ MISTAKES = {
     "evidence that does not fit": (("--defense", "MajorityVote", "--evidence", "tanh"), "needs votes"),
     "a threshold in words": (("--defense", "RobustMasking", "--threshold", "low"), "`--threshold` must be a share"),
     "a threshold without use": (("--threshold", "0.2"), "belongs to RobustMasking"),
-    "a tau without use": (("--defense", "RobustMasking", "--tau", "2"), "`--tau` belongs to DoubleMasking"),
+    "a tau without use": (("--defense", "RobustMasking", "--tau", "2"), "`--tau` belongs to DoubleMasking and"),
     "a tau below 0": (("--tau", "-1"), "`tau` must lie between 0 and"),
     "a tau that is no number": (("--tau", "nan"), "`tau` must lie between 0 and"),
     "a top k that is not proved": (("--top-k", "2"), "no certificate for the top 2"),

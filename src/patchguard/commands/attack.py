@@ -245,7 +245,9 @@ def _show(outcome: "Outcome", trial: "Trial", folder: Path, as_json: bool) -> No
         settings, seconds = summary["settings"], summary["seconds"]
         output.print(
             f"{shown(settings['model'])} on {shown(settings['data'])}: {summary['images']:,} images, "
-            f"{settings['defense']}, {settings['attack']} with a patch of {settings['patches'][0]}"
+            f"{settings['defense']}"
+            + (f" with tau {settings['tau']:g}" if settings.get("tau") else "")
+            + f", {settings['attack']} with a patch of {settings['patches'][0]}"
             + (" network pixels" if settings["patch_space"] == "input" else ""),
             soft_wrap=True,
         )

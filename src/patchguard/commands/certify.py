@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 DEFENSES = "RobustMasking, DoubleMasking, ClippedSum, MajorityVote, CellMasking, Median, TrimmedMean or Undefended"
 SPACE = "Where the patch lies: in the source image, or in the network's input, after resize and crop."
-TAU = "Lead that DoubleMasking asks of a mask that overrules the majority, in units of evidence. Default: the model's."
+TAU = (
+    "Lead, in units of evidence, that DoubleMasking asks of a mask that overrules the majority. "
+    "Default: the model's, or 0 with another rule or evidence."
+)
 EVIDENCE = "logits, confidence, vote, prediction or tanh"
 
 

@@ -254,8 +254,8 @@ def swapped(
 ) -> Guard[Any]:
     """Return the guard with another aggregation, evidence, threshold or tau; the same guard where none is given.
 
-    Another defense brings its own kind of evidence; `evidence` names one instead. The drift stays. Its masks are not
-    yet fitted: `Guard.for_patch` does that.
+    Another defense brings its own kind of evidence; `evidence` names one instead. The drift stays; a tau does not,
+    since it counts units of the model's own evidence. Its masks are not yet fitted: `Guard.for_patch` does that.
     """
     rule: Defense[Any] = _named(defense) if defense else guard.defense
     if evidence and evidence not in get_args(Kind):
@@ -270,10 +270,13 @@ def swapped(
         if not isinstance(rule, RobustMasking):
             raise InputError(f"`--threshold` belongs to RobustMasking; got {type(rule).__name__}. Leave it out.")
         rule = replace(rule, threshold=_fraction(threshold))
-    if tau is not None:
-        if not isinstance(rule, (DoubleMasking, MaskedAgreement)):
-            raise InputError(f"`--tau` belongs to DoubleMasking; got {type(rule).__name__}. Leave it out.")
-        rule = replace(rule, tau=tau)
+    if isinstance(rule, (DoubleMasking, MaskedAgreement)):
+        new_units = settings.kind != guard.evidence.kind
+        rule = replace(rule, tau=tau or 0.0) if tau is not None or new_units else rule
+    elif tau is not None:
+        raise InputError(
+            f"`--tau` belongs to DoubleMasking and MaskedAgreement; got {type(rule).__name__}. Leave it out."
+        )
     if isinstance(rule, MaskedAgreement) and not alerts:
         raise InputError("`--defense` must prove labels; MaskedAgreement detects attacks. Use it from Python.")
     return (

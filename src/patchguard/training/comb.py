@@ -1,9 +1,9 @@
 """The few regions of each image that an ablation learns from: evenly spaced, from a random one on.
 
 Of V bands on a circle, `regions` r of them stand for all: those numbered first + floor(j V / r) modulo V. In this order
-they are a row of r cells, whose seam lies somewhere else in every image. A window of n neighbouring bands holds at most
-ceil(n / floor(V / r)) of them, side by side on the circle; masks of so many cells, all those that do not cross the
-seam, therefore hide from a loss at least what the window would.
+they are a row of r cells. A window of n neighbouring bands holds at most ceil(n r / V) of them, side by side on the
+circle. Masks of so many neighbouring cells therefore hide from a loss what any window does, but for those windows that
+hold both ends of the row: its seam lies somewhere else in the next image.
 """
 
 import math
@@ -27,10 +27,13 @@ def masks(windows: Windows, regions: int) -> Windows:
     """Return the masks on a row of `regions` bands that stand for `windows` on all of them."""
     bands = max(windows.grid)
     if min(windows.grid) > 1 or not any(windows.wrap):
-        raise InputError("losses that hide masks need `regions` of 0, or bands on a circle.")
-    if not 1 <= regions <= bands:
-        raise InputError(f"`regions` must be at most the {bands} bands of an image; got {regions}.")
+        raise InputError(f"`regions` must be 0 where losses hide masks, unless bands lie on a circle; got {regions}.")
     along = windows.columns if windows.wrap[1] else windows.rows
     widest = max(stop - start for start, stop in along)
-    hidden = math.ceil(widest / (bands // regions))
-    return Windows.sliding(grid=(1, regions), size=(1, min(hidden, regions)), count=windows.count)
+    hidden = math.ceil(widest * regions / bands)
+    if not hidden < regions <= bands:
+        raise InputError(
+            f"`regions` must be at most the {bands} bands, and enough that windows of {widest} bands leave some of "
+            f"them to see; got {regions}."
+        )
+    return Windows.sliding(grid=(1, regions), size=(1, hidden), count=windows.count)

@@ -55,11 +55,11 @@ class Recipe:
 
     `evidence` is the kind that the defense sees and the losses train: logits clipped from below at `low`, confidence,
     or votes. `tau` is `DoubleMasking`'s own. With `regions` above 0, an ablation learns from so many regions of each
-    image in place of all: evenly spaced, from a random one on (comb.py). `initial` and `teacher` name trained models:
-    weights to start from, and one whose softened answers (logits divided by `temperature`) make up the share `trust` of
-    what is to be learned. Crops shift by up to `pad` pixels; `crop`, for photos, is the range of the area that a crop
-    takes; `colour` is how far colours move. `mixing` is the largest share of another image that shines through, and of
-    its label that is to be learned; among processes, of the same one's.
+    image in place of all: spaced evenly in their order, from a random one on (comb.py). `initial` and `teacher` name
+    trained models: weights to start from, and one whose softened answers (logits divided by `temperature`) make up the
+    share `trust` of what is to be learned. Crops shift by up to `pad` pixels; `crop`, for photos, is the range of the
+    area that a crop takes; `colour` is how far colours move. `mixing` is the largest share of another image that shines
+    through, and of its label that is to be learned; among processes, of the same one's.
 
     `image_side` is the side that photos are brought to when they are read: the source images, in whose pixels patches
     are counted (CIFAR-10 stays as it is). `input_side` is what the Guard itself then resizes them to. `mask_cells`, if

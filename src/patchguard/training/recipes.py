@@ -98,7 +98,7 @@ def cifar10_mask_ds() -> Recipe:
             "weight_decay": 1e-3,
             "colour": 0.4,
             "peak_rate": 0.1,
-            # 5,000 images held out of a shorter run chose these settings.
+            # Images held out of shorter runs chose these settings.
             "held_out": 0,
             "epochs": 86,
         }
@@ -232,7 +232,8 @@ def cifar10_ibp_2() -> Recipe:
 
 def cifar10_ibp_5() -> Recipe:
     """Interval bounds of a small network against patches of 5 x 5 pixels, learning at random positions."""
-    # On bounds alone, all ReLUs die and one class answers everything; a share of the plain loss keeps them alive.
+    # On bounds alone, all ReLUs die and one class answers everything. A share of the plain loss was
+    # to keep them alive, and did not (results/README.md).
     weights = {"interval": 0.5, "plain": 0.5}
     changes = {"name": "cifar10_ibp_5", "patch": 5, "weights": weights, "plain_share": 0.1, "ramp": 0.6}
     return cifar10_ibp_2().changed(changes)

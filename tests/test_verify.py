@@ -167,6 +167,29 @@ def test_a_negative_tau_is_refused_though_all_else_would_follow_from_it():
     assert "`defense.tau` must be a decimal from 0 to 16777216" in check_bytes(trailing()).reason
 
 
+@pytest.mark.parametrize(
+    ("kinds", "entry", "value", "reason"),
+    [
+        (("confidence", "tanh", "vote", "prediction"), "high", 1.0, "clip logits alone"),
+        (("confidence", "tanh", "vote", "prediction"), "low", -1.0, "clip logits alone"),
+        (("vote",), "threshold", 0.0, "must lie above 0 and at most at 1"),
+        (("vote",), "threshold", 1.5, "must lie above 0 and at most at 1"),
+    ],
+)
+def test_settings_that_no_evidence_can_have_are_refused(kinds, entry, value, reason):
+    def change(claim, _):
+        claim["evidence"][entry] = value
+
+    met = set()
+    for rule in RULES:
+        for data in honest_files(rule, 60):
+            kind = read(data)[0]["evidence"]["kind"]
+            if kind in kinds:
+                met.add(kind)
+                assert reason in check_bytes(edited(data, change)).reason
+    assert met == set(kinds)
+
+
 def test_unbounded_evidence_needs_masks_that_cover():
     assert "lies in no mask, and the evidence has no bound" in check_bytes(uncovered()).reason
 

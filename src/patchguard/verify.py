@@ -280,6 +280,10 @@ def _bounds(claim: dict[str, Any], layers: Integers) -> tuple[Integers, Integers
             raise Refused(f"`evidence.{name}` must be a finite decimal")
     if stated["drift"] < 0:
         raise Refused("`evidence.drift` must not be negative")
+    if stated["kind"] != "logits" and (stated["low"] not in (0.0, None) or stated["high"] is not None):
+        raise Refused("`evidence.low` and `evidence.high` clip logits alone")
+    if stated["kind"] == "vote" and not 0 < stated["threshold"] <= 1:
+        raise Refused("`evidence.threshold` of a vote must lie above 0 and at most at 1")
     units = units_of(stated)
     if canonical(claim["units"]) != canonical(units):
         raise Refused("`units` do not follow from the settings of `evidence`")

@@ -13,7 +13,7 @@ from patchguard.data.preprocess import CenterCrop, Preprocess, Resize
 from patchguard.errors import InputError
 from patchguard.field import Axis, Field, compose
 from patchguard.patch import Patch
-from patchguard.trace import trace
+from patchguard.program import trace
 
 
 def network() -> nn.Sequential:

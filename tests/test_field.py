@@ -11,7 +11,7 @@ from torch import nn
 
 from patchguard.errors import InputError
 from patchguard.field import Axis, Field, compose
-from patchguard.trace import trace
+from patchguard.program import trace
 
 
 def pixels(axis: Axis, cell: int) -> set[int]:

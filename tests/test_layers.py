@@ -18,6 +18,7 @@ LAYERS = [
     {
         "field",
         "trace",
+        "program",
         "tracing",
         "audit",
         "windows",

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from patchguard.errors import InputError
 from patchguard.field import Axis
-from patchguard.trace import trace
+from patchguard.program import trace
 
 
 class Lambda(nn.Module):

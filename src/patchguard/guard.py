@@ -48,10 +48,11 @@ class Guard(Generic[Proof]):
     Theorem.  Let `certify(images, patch)` give image x the label y and say `certified`. Then `predict` answers y for
               every image with pixels in [0, 1] that equals x outside `patch.count` rectangles of `patch.height` x
               `patch.width` source pixels, wherever in the image they lie and whatever they show.
-    Proof.    A cell reads only the source pixels of its field, which is derived from the graph of the network and the
-              matrices of the resizing. So such an image changes only cells that the patch touches, and these lie in
-              one region of `windows(patch)`. That no contents of such a region change the label is the theorem of
-              the defense, computed in whole numbers.
+    Proof.    `predict` runs the exported graph of the network (`program.py`), not the module. A cell reads only the
+              source pixels of its field, which is derived from that graph and the matrices of the resizing. So such
+              an image changes only cells that the patch touches, and these lie in one region of `windows(patch)`.
+              That no contents of such a region change the label is the theorem of the defense, computed in whole
+              numbers.
 
     (With `top_k`: y stays among the k best. A defense that detects proves less: the answer is y or an alert.)
 
@@ -224,18 +225,15 @@ class Guard(Generic[Proof]):
         height, width = self.preprocess.output_size(*images.shape[-2:])
         self.model.check_size(height, width)
         at_once = PIXELS_AT_ONCE.get(device.type, PIXELS_AT_ONCE["cuda"]) // (height * width)
+        program = self.model.program(height, width)
         for part in torch.split(images, max(1, at_once)):
             with evaluating(self.model), full_precision(device):
-                pixels = self.preprocess(part.to(device)).to(dtype)
-                if device.type == "cpu":  # where convolutions are faster with the channels last
-                    pixels = pixels.contiguous(memory_format=torch.channels_last)
-                local_logits: Tensor = self.model(pixels)
+                local_logits = program(self.preprocess(part.to(device)).to(dtype))
             yield local_logits
 
     def _cells(self, height: int, width: int) -> Field:
         """Return the field of the network alone, which keeps it as long as its layers stay the same."""
-        with torch.inference_mode(False):  # a graph cannot be traced from inference tensors
-            return self.model.field(*self.preprocess.output_size(height, width))
+        return self.model.field(*self.preprocess.output_size(height, width))
 
     def _evidence(self, local_logits: Float[Tensor, "some classes rows columns"], images: Images) -> EvidenceMap:
         """Return the evidence of a part of `images`; refuse cells that the masks are not made for."""

@@ -155,7 +155,13 @@ def frozen(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def full_precision(device: torch.device) -> Iterator[None]:
-    """Compute float32 as float32: without autocast on `device`, and without TF32 or bfloat16 inside products."""
+    """Compute float32 as float32, and every cell from what it reads alone.
+
+    Without autocast on `device`, without TF32 or bfloat16 inside products, and without cuDNN: it may pick convolutions
+    by Fourier or Winograd transforms, which mix neighboring cells and cancel them again up to rounding. That rounding
+    grows with what a patch makes the network compute. torch's own convolutions on GPUs are matrix products of one
+    image at a time: no cell takes part in another's sum, and no image in another's.
+    """
     _precision.enter()
     try:
         with torch.autocast(device.type, enabled=False):
@@ -176,7 +182,7 @@ class _Precision:
         with self.lock:
             self.inside += 1
             if self.inside == 1:
-                self.restore = [_exact_products(), _exact_convolutions()]
+                self.restore = [_exact_products(), _exact_convolutions(), _unmixed_cells()]
 
     def leave(self) -> None:
         with self.lock:
@@ -211,6 +217,16 @@ def _exact_convolutions() -> Callable[[], None]:
 
     def restore() -> None:
         _cudnn.allow_tf32 = before
+
+    return restore
+
+
+def _unmixed_cells() -> Callable[[], None]:
+    before = _cudnn.enabled
+    _cudnn.enabled = False
+
+    def restore() -> None:
+        _cudnn.enabled = before
 
     return restore
 

@@ -1,8 +1,7 @@
-"""`trace`: derive the field of a network from its graph, operation by operation, or refuse and say why."""
+"""`derive_field`: the field of a network from its exported graph, operation by operation, or why there is none."""
 
 import operator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -12,14 +11,10 @@ from torch.fx import Node
 
 from patchguard.errors import InputError
 from patchguard.field import Axis, Field
-from patchguard.runtime import evaluating, placement, quiet
 from patchguard.tracing import mixing, shaping, sliding
 from patchguard.tracing.call import Call, Constant, Rule
 from patchguard.tracing.layout import Layout, Refused, describe, images, only_channels, pixels
 from patchguard.tracing.layout import channels as plain_channels
-
-# Two images, so that an operation that mixes them, or drops their dimension, shows in the shapes.
-_BATCH = 2
 
 _ENTRY_BY_ENTRY = """
     abs acos acosh add addcdiv addcmul alias asin asinh atan atan2 atanh bitwise_and bitwise_not
@@ -78,65 +73,36 @@ _MIXERS = {
     "multi_head_attention_forward": "lets every position attend to every other",
 }
 _SHAPE_ONLY = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+_CHECKS = {"_assert_tensor_metadata", "_assert_scalar"}
 
-_fields: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], Field]] = WeakKeyDictionary()
+# What may be told the number of images: operations that take it as a size and give every image the same.
+_TAKES_SIZES = {
+    "view",
+    "_unsafe_view",
+    "reshape",
+    "expand",
+    "full",
+    "zeros",
+    "ones",
+    "new_full",
+    "new_zeros",
+    "new_ones",
+}
+# What keeps a constant the same for every image.
+_KEEPS_IMAGES_EQUAL = {*_ENTRY_BY_ENTRY.split(), *_SHAPE_ONLY, "expand", "unsqueeze", "permute", "transpose"}
+
+# A prime in place of the number of images. Every size in a graph is a whole number or a multiple of the number of
+# images, and no whole number here is a multiple of this prime: sizes that agree, or divide each other, for this number
+# of images do so for every other number.
+IMAGES = 1_000_003
 
 
-def trace(module: nn.Module, size: tuple[int, int], *, channels: int = 3) -> Field:
-    """Return which pixels of a `size` = (height, width) image each cell of the output (B, K, U, V) can read.
+def derive_field(program: ExportedProgram, module: nn.Module, height: int, width: int) -> Field:
+    """Return which pixels of a `height` x `width` image each cell of the program's output (B, K, U, V) can read.
 
-    Theorem.  In evaluation mode and in exact arithmetic, output (b, k, u, v) is a function of the pixels of
-              image b in the box of cell (u, v), whatever values the parameters have.
-    Proof.    Each operation of the exported graph has a rule that carries such a statement from its inputs to
-              its result. An operation without a rule, or one that mixes positions or images, is refused.
-
-    The network is traced in evaluation mode on its own device, without running it; its mode is then restored.
-    Fields are kept per network, image size and structure of the network (its modules, their settings, its
-    tensor shapes).
+    `program` is functional, with a symbolic number of images; `module` is where it comes from, and only named in the
+    reasons for a refusal.
     """
-    height, width = size
-    if height < 1 or width < 1 or channels < 1:
-        raise InputError(f"`size` must be at least 1 x 1 pixel; got {height} x {width} with {channels} channels.")
-    key = (height, width, channels, _structure(module))
-    known = _fields.setdefault(module, {})
-    if key not in known:
-        known[key] = _field(_export(module, (_BATCH, channels, height, width)), module, height, width)
-    return known[key]
-
-
-def _structure(module: nn.Module) -> tuple[object, ...]:
-    """Return what the graph depends on, as far as can be seen: a new stride must not find the old field."""
-    plain = (bool, int, float, str, tuple, list, type(None))
-    parts: list[tuple[object, ...]] = []
-    for name, part in module.named_modules():
-        settings = {key: value for key, value in vars(part).items() if key != "training"}
-        shown = tuple((key, repr(value)) for key, value in settings.items() if isinstance(value, plain))
-        functions = tuple((key, id(value)) for key, value in settings.items() if callable(value))
-        hooks = tuple(map(id, (*part._forward_pre_hooks.values(), *part._forward_hooks.values())))
-        parts.append((name, type(part), shown, functions, hooks))
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    return tuple(parts), tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors)
-
-
-def _export(module: nn.Module, shape: tuple[int, ...]) -> ExportedProgram:
-    device, dtype = placement(module)
-    with evaluating(module), torch.no_grad(), quiet():
-        # torch.export calls its own deprecated parts; which ones changes with every release.
-        example = torch.zeros(shape, device=device, dtype=dtype)
-        try:
-            # Functional form: the plain export may still write into tensors in place.
-            program: ExportedProgram = torch.export.export(module, (example,), strict=False)
-            functional: ExportedProgram = program.run_decompositions({})
-        except Exception as error:
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            raise InputError(
-                f"`module` must be a network that torch.export can trace on a {shape[2]} x {shape[3]} image; "
-                f"it stopped with: {reason} Mend the network, or give its field yourself and audit it."
-            ) from error
-    return functional
-
-
-def _field(program: ExportedProgram, module: nn.Module, height: int, width: int) -> Field:
     signature = program.graph_signature
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
         names = ", ".join((*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()))
@@ -150,7 +116,7 @@ def _field(program: ExportedProgram, module: nn.Module, height: int, width: int)
         try:
             if node.op == "placeholder" and node.name in inputs:
                 dimensions = (
-                    images(_BATCH),
+                    images(IMAGES),
                     plain_channels(_shapes(node)[0][1]),
                     pixels("row", height),
                     pixels("column", width),
@@ -160,6 +126,8 @@ def _field(program: ExportedProgram, module: nn.Module, height: int, width: int)
                 return _cells(_resolve(node.args[0], values), height, width)
             elif node.op in ("placeholder", "get_attr"):
                 values[node] = Constant(_shapes(node)[0])
+            elif isinstance(node.meta.get("val"), (int, torch.SymInt)):
+                values[node] = _size(node.meta["val"])
             else:
                 values[node] = _result(node, values)
         except Refused as refusal:
@@ -178,12 +146,16 @@ def _result(node: Node, values: dict[Node, Any]) -> Any:
             raise Refused("reads a result that has no rule")
         return sequence[index]
     name = _name(node)
-    if name == "_assert_tensor_metadata":
+    if name in _CHECKS:
         return None
     shapes = _shapes(node)
     call = Call(name, arguments, shapes)
+    if name not in _TAKES_SIZES and any(
+        isinstance(each.meta.get("val"), torch.SymInt) for each in node.all_input_nodes
+    ):
+        raise Refused("computes with the number of images in the batch")
     if name in _SHAPE_ONLY or not call.layouts():
-        return _constant(node, shapes)
+        return _constant(node, call)
     if name in _MIXERS:
         raise Refused(_MIXERS[name])
     if name not in RULES:
@@ -192,15 +164,23 @@ def _result(node: Node, values: dict[Node, Any]) -> Any:
     for layout, shape in zip(result if isinstance(result, tuple) else (result,), shapes, strict=False):
         if layout.shape != shape:
             raise Refused(f"gives {shape} where its rule expects {layout.shape}")
+        factors = [factor for dimension in layout.dimensions for factor in dimension]
+        if any(factor.size % IMAGES == 0 for factor in factors if factor.kind != "image"):
+            raise Refused("counts its channels by the number of images in the batch")
     return result
 
 
-def _constant(node: Node, shapes: tuple[tuple[int, ...], ...]) -> Constant | tuple[Constant, ...]:
+def _constant(node: Node, call: Call) -> Constant | tuple[Constant, ...]:
+    """Return a tensor that does not depend on any image, nor on the place or the number of images in the batch."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
         raise Refused("has no rule")
-    if torch.Tag.nondeterministic_seeded in node.target.tags or "empty" in _name(node):
+    if torch.Tag.nondeterministic_seeded in node.target.tags or "empty" in call.name:
         raise Refused("gives another result in every call")
-    constants = tuple(Constant(shape) for shape in shapes)
+    flat = [entry for value in call.arguments.values() for entry in (value if isinstance(value, list) else [value])]
+    spread = [entry for entry in flat if isinstance(entry, Constant) and any(n % IMAGES == 0 for n in entry.shape if n)]
+    if spread and call.name not in _KEEPS_IMAGES_EQUAL:
+        raise Refused("computes with the number of images in the batch")
+    constants = tuple(Constant(shape) for shape in call.shapes)
     return constants if isinstance(node.meta["val"], (list, tuple)) else constants[0]
 
 
@@ -230,10 +210,26 @@ def _shapes(node: Node) -> tuple[tuple[int, ...], ...]:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise Refused("turns tensors into something else, which has no rule")
-        if not all(isinstance(size, int) for size in tensor.shape):
-            raise Refused("gives a tensor whose shape depends on the image")
-        shapes.append(tuple(tensor.shape))
+        shapes.append(tuple(_size(size) for size in tensor.shape))
     return tuple(shapes)
+
+
+def _size(size: int | torch.SymInt) -> int:
+    """Return a size in the graph, with `IMAGES` for the number of images; refuse any but multiples of it."""
+    if isinstance(size, int):
+        if size and size % IMAGES == 0:
+            raise Refused(
+                f"has a dimension of {size} entries, a multiple of {IMAGES}, which stands for the images here"
+            )
+        return size
+    symbols = size.node.expr.free_symbols
+    if not symbols:
+        return _size(int(size.node.expr))
+    symbol = next(iter(symbols))
+    factor, rest = size.node.expr.as_independent(symbol, as_Add=False)
+    if len(symbols) > 1 or rest != symbol or not factor.is_Integer or not str(symbol).startswith("s"):
+        raise Refused("gives a tensor whose shape depends on the image, or on the number of images in another way")
+    return _size(int(factor)) * IMAGES
 
 
 def _name(node: Node) -> str:

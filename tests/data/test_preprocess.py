@@ -18,7 +18,7 @@ from patchguard.data.preprocess import CenterCrop, Crop, Pad, Preprocess, Resize
 from patchguard.data.resize import resize_matrix
 from patchguard.errors import InputError
 from patchguard.field import Field, compose
-from patchguard.trace import trace
+from patchguard.program import trace
 
 MODES = ("nearest", "bilinear", "bicubic")
 PILLOW = {

@@ -7,7 +7,7 @@ CIFAR-10 on plain pixels.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -19,6 +19,9 @@ from patchguard.models.bands import Cost, architecture, band_cost, band_logits, 
 from patchguard.models.base import IMAGENET_MEAN, IMAGENET_STD, LocalModel
 from patchguard.models.resnet import ResNet, backbone
 from patchguard.models.strip import COPYING
+
+if TYPE_CHECKING:
+    from patchguard.program import Program
 
 NOT_NORMALIZED: tuple[Sequence[float], Sequence[float]] = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
@@ -155,6 +158,14 @@ class Ablation(LocalModel):
             rows=self._axis(height, bounded=self.region != "column"),
             columns=self._axis(width, bounded=self.region != "row"),
         )
+
+    def program(self, height: int, width: int) -> "Program":
+        """Return the model itself. Its field needs a backbone that is a function of each image: others are tested."""
+        from patchguard.program import check_function_of_the_image  # here, because torch.export is slow to import
+
+        if not isinstance(self.backbone, ResNet):
+            check_function_of_the_image(self.backbone, (6, height, width))
+        return super().program(height, width)
 
     def config(self) -> dict[str, Any]:
         """Return the settings of the preset `name`."""

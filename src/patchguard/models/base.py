@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from patchguard.errors import InputError
 from patchguard.field import Field
+
+if TYPE_CHECKING:
+    from patchguard.program import Program
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -58,11 +61,20 @@ class LocalModel(nn.Module, ABC):
             )
 
     def field(self, height: int, width: int) -> Field:
-        """Return which pixels of a `height` x `width` image each cell reads, traced from the graph."""
-        from patchguard.trace import trace  # here, because torch.export is slow to import
+        """Return which pixels of a `height` x `width` image each cell reads, derived from the exported graph.
+
+        A subclass that overrides this declares its field, and guards take it on trust: `audit` it.
+        """
+        return self.program(height, width).field
+
+    def program(self, height: int, width: int) -> "Program":
+        """Return what guards run on images of `height` x `width` pixels, and the field of that."""
+        from patchguard.program import Program, export_program  # here, because torch.export is slow to import
 
         self.check_size(height, width)
-        return trace(self, (height, width))
+        if type(self).field is not LocalModel.field:
+            return Program(self, self.field(height, width))
+        return export_program(self, (height, width))
 
     def config(self) -> dict[str, Any]:
         """Return the settings, as JSON values, with which the registry rebuilds this model from `name`."""

@@ -11,6 +11,7 @@ from patchguard.errors import InputError
 
 def test_precision_switches_are_off_inside_and_restored_outside():
     before, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    enabled = torch.backends.cudnn.enabled
     try:
         torch.set_float32_matmul_precision("medium")
         torch.backends.cudnn.allow_tf32 = True
@@ -19,6 +20,8 @@ def test_precision_switches_are_off_inside_and_restored_outside():
                 assert torch.get_float32_matmul_precision() == "highest"
             assert torch.get_float32_matmul_precision() == "highest"  # the inner one does not restore
             assert not torch.backends.cudnn.allow_tf32
+            assert not torch.backends.cudnn.enabled  # its transforms mix neighboring cells
+        assert torch.backends.cudnn.enabled == enabled
         assert torch.get_float32_matmul_precision() == "medium"
         assert torch.backends.cudnn.allow_tf32
     finally:

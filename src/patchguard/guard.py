@@ -30,7 +30,7 @@ from patchguard.evidence import Evidence, EvidenceMap
 from patchguard.field import Field, compose
 from patchguard.models.base import LocalModel
 from patchguard.patch import Patch
-from patchguard.runtime import evaluating, frozen, full_precision, placement
+from patchguard.runtime import LARGEST_BATCH, evaluating, frozen, full_precision, placement
 from patchguard.windows import Windows
 
 Images = Float[Tensor, "batch 3 height width"]
@@ -226,7 +226,7 @@ class Guard(Generic[Proof]):
         self.model.check_size(height, width)
         at_once = PIXELS_AT_ONCE.get(device.type, PIXELS_AT_ONCE["cuda"]) // (height * width)
         program = self.model.program(height, width)
-        for part in torch.split(images, max(1, at_once)):
+        for part in torch.split(images, min(max(1, at_once), LARGEST_BATCH)):
             with evaluating(self.model), full_precision(device):
                 local_logits = program(self.preprocess(part.to(device)).to(dtype))
             yield local_logits

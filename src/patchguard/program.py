@@ -20,10 +20,9 @@ from torch.export import Dim, ExportedProgram
 
 from patchguard.errors import InputError
 from patchguard.field import Field
-from patchguard.runtime import evaluating, full_precision, placement, quiet
+from patchguard.runtime import LARGEST_BATCH, evaluating, full_precision, placement, quiet
 from patchguard.trace import derive_field
 
-LARGEST_BATCH = 2**20
 _EXAMPLES = 3  # images that the module and its program are compared on, in batches of one, two and three
 
 

@@ -43,6 +43,15 @@ def sliding(size: int, kernel: int, stride: int, padding: int, dilation: int) ->
     return first + np.arange(kernel, dtype=np.int64)[None, :] * dilation
 
 
+def meets_input(count: int, size: int, kernel: int, stride: int, padding: int, dilation: int) -> bool:
+    """Return whether any of `size` windows of `sliding` holds one of the indices 0, ..., count - 1."""
+    for offset in range(-padding, kernel * dilation - padding, dilation):
+        first = max(0, -(offset // stride))  # the first window whose tap is not left of index 0
+        if first < size and first * stride + offset < count:
+            return True
+    return False
+
+
 def convolution(call: Call) -> Layout:
     """Slide a kernel over the trailing dimensions; mix the channels."""
     layout = call.only()
@@ -61,7 +70,12 @@ def convolution(call: Call) -> Layout:
         padding = call.per_axis(call.get("padding"), axes)
     windows = list(zip(kernel, stride, padding, dilation, strict=True))
     mixed = layout.replacing(1, channels(call.shape[1]))
-    return trailing(mixed, call.shape[2:], lambda axis, _, size: sliding(size, *windows[axis]))
+    result = trailing(mixed, call.shape[2:], lambda axis, _, size: sliding(size, *windows[axis]))
+    for window, count, size in zip(windows, layout.shape[2:], call.shape[2:], strict=True):
+        if not meets_input(count, size, *window):
+            # Such a call computes nothing, and with channels_last it ends the process inside torch's CPU library.
+            raise Refused("has only windows that lie wholly in the padding; use less padding or a smaller stride")
+    return result
 
 
 def trailing(layout: Layout, shape: Sequence[int], taps: AxisTaps) -> Layout:

@@ -154,6 +154,8 @@ class Layout:
             return self
         if math.prod(self.shape) != math.prod(shape):
             raise Refused("changes the number of entries")
+        if 0 in shape:
+            raise Refused("gives a tensor without entries")
         left = _merge_channels([factor for dimension in self.dimensions for factor in dimension])
         dimensions: list[Dimension] = []
         for size in shape:

@@ -114,8 +114,10 @@ def squeezing(call: Call) -> Layout:
     dim = call.get("dim")
     count = len(layout.dimensions)
     asked = range(count) if dim is None else [dim] if isinstance(dim, int) else dim
-    single = {index % count for index in asked if layout.shape[index] == 1}
-    dropped = reducible(layout, sorted(single))
+    for index in asked:
+        if any(factor.kind == "image" for factor in layout.dimensions[index]):
+            raise Refused("drops the images of a batch of one; name the dimensions to drop")
+    dropped = reducible(layout, [index for index in asked if layout.shape[index] == 1])
     return Layout(tuple(d for index, d in enumerate(layout.dimensions) if index not in dropped))
 
 

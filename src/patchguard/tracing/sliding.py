@@ -1,6 +1,8 @@
-"""Rules for operations that read neighbours along rows and columns: convolution, pooling, padding, crops."""
+"""Rules for operations that read neighbors along rows and columns: convolution, pooling, padding, crops."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from functools import partial
 
 import numpy as np
 from jaxtyping import Int64
@@ -17,21 +19,37 @@ from patchguard.tracing.layout import (
     size_of,
 )
 
+Indices = Int64[np.ndarray, "_"]
 # Row i holds the indices that result i reads; two axes have their own numbers of results and taps.
 Taps = Int64[np.ndarray, "_ _"]
+# The taps of one axis, given its number, the size of the input along it and the size of the result.
+AxisTaps = Callable[[int, int, int], Taps]
 
 
-def windowed(dimension: Dimension, taps: Taps) -> Dimension:
-    """Return the dimension whose index i reads the indices taps[i, :] of `dimension`."""
+def windowed(dimension: Dimension, size: int, taps: Callable[[], Taps]) -> Dimension:
+    """Return the dimension of `size` whose index i reads the indices taps()[i, :] of `dimension`.
+
+    The taps are asked for only where the dimension holds rows or columns: a batch may have any number of
+    images, and channels are mixed anyway.
+    """
     if only_channels(dimension):
-        return channels(len(taps))
-    return (positions(dimension).taking(taps),)
+        return channels(size)
+    return (positions(dimension).taking(taps()),)
 
 
 def sliding(size: int, kernel: int, stride: int, padding: int, dilation: int) -> Taps:
     """Return, for each of `size` results, the indices under a kernel that starts at -padding."""
     first = np.arange(size, dtype=np.int64)[:, None] * stride - padding
     return first + np.arange(kernel, dtype=np.int64)[None, :] * dilation
+
+
+def meets_input(count: int, size: int, kernel: int, stride: int, padding: int, dilation: int) -> bool:
+    """Return whether any of `size` windows of `sliding` holds one of the indices 0, ..., count - 1."""
+    for offset in range(-padding, kernel * dilation - padding, dilation):
+        first = max(0, -(offset // stride))  # the first window whose tap is not left of index 0
+        if first < size and first * stride + offset < count:
+            return True
+    return False
 
 
 def convolution(call: Call) -> Layout:
@@ -50,18 +68,24 @@ def convolution(call: Call) -> Layout:
         padding = [spread * (size - 1) // 2 if same else 0 for size, spread in zip(kernel, dilation, strict=True)]
     else:
         padding = call.per_axis(call.get("padding"), axes)
-    dimensions = [layout.dimensions[0], channels(call.shape[1])]
-    for axis in range(axes):
-        taps = sliding(call.shape[2 + axis], kernel[axis], stride[axis], padding[axis], dilation[axis])
-        dimensions.append(windowed(layout.dimensions[2 + axis], taps))
+    windows = list(zip(kernel, stride, padding, dilation, strict=True))
+    mixed = layout.replacing(1, channels(call.shape[1]))
+    result = trailing(mixed, call.shape[2:], lambda axis, _, size: sliding(size, *windows[axis]))
+    for window, count, size in zip(windows, layout.shape[2:], call.shape[2:], strict=True):
+        if not meets_input(count, size, *window):
+            # Such a call computes nothing, and with channels_last it ends the process inside torch's CPU library.
+            raise Refused("has only windows that lie wholly in the padding; use less padding or a smaller stride")
+    return result
+
+
+def trailing(layout: Layout, shape: Sequence[int], taps: AxisTaps) -> Layout:
+    """Return the layout whose last dimensions have `shape` and read those of `layout` through `taps`."""
+    dimensions = list(layout.dimensions)
+    for axis, size in enumerate(shape):
+        index = axis - len(shape)
+        count = size_of(dimensions[index])
+        dimensions[index] = windowed(dimensions[index], size, partial(taps, axis, count, size))
     return Layout(tuple(dimensions))
-
-
-def trailing(layout: Layout, taps: Sequence[Taps]) -> Layout:
-    """Return the layout after reading the last dimensions through `taps`, one per dimension."""
-    kept = layout.dimensions[: -len(taps)]
-    read = zip(layout.dimensions[-len(taps) :], taps, strict=True)
-    return Layout((*kept, *(windowed(dimension, indices) for dimension, indices in read)))
 
 
 def pooling(call: Call) -> Layout | tuple[Layout, ...]:
@@ -72,65 +96,89 @@ def pooling(call: Call) -> Layout | tuple[Layout, ...]:
     stride = call.per_axis(call.get("stride") or kernel, axes)
     padding = call.per_axis(call.get("padding"), axes)
     dilation = call.per_axis(call.get("dilation") or 1, axes)
+    windows = list(zip(kernel, stride, padding, dilation, strict=True))
     # The sizes come from the graph and so count a last window that `ceil_mode` lets hang over the border.
-    windows = zip(call.shape[-axes:], kernel, stride, padding, dilation, strict=True)
-    result = trailing(layout, [sliding(*window) for window in windows])
+    result = trailing(layout, call.shape[-axes:], lambda axis, _, size: sliding(size, *windows[axis]))
     return result if len(call.shapes) == 1 else (result,) * len(call.shapes)
 
 
 def adaptive_pooling(call: Call) -> Layout | tuple[Layout, ...]:
     """Pool to a given number of windows: result i reads floor(i n / m), ..., ceil((i + 1) n / m) - 1."""
     layout = call.only()
-    axes = call.axes
-    taps = []
-    for size, dimension in zip(call.shape[-axes:], layout.dimensions[-axes:], strict=True):
-        count = size_of(dimension)
-        if size == 1 < count and not only_channels(dimension):
-            raise Refused(f"pools over all {describe(dimension)}")
-        start = [i * count // size for i in range(size)]
-        stop = [-(-(i + 1) * count // size) for i in range(size)]
-        kernel = max(last - first for first, last in zip(start, stop, strict=True))
-        windows = zip(start, stop, strict=True)
-        taps.append(np.array([[x if x < last else -1 for x in range(s, s + kernel)] for s, last in windows], np.int64))
-    result = trailing(layout, taps)
+
+    def taps(axis: int, count: int, size: int) -> Taps:
+        if size == 1 < count:
+            raise Refused(f"pools over all {describe(layout.dimensions[axis - call.axes])}")
+        index = np.arange(size, dtype=np.int64)
+        return spans(index * count // size, -(-(index + 1) * count // size) - 1)
+
+    result = trailing(layout, call.shape[-call.axes :], taps)
     return result if len(call.shapes) == 1 else (result,) * len(call.shapes)
 
 
-def upsampling(call: Call) -> Layout:
-    """Interpolation: result i reads a few neighbours of its place in the input, clamped to the border.
+def spans(first: Int64[np.ndarray, " n"], last: Int64[np.ndarray, " n"]) -> Taps:
+    """Return the taps first[i], ..., last[i]; shorter rows repeat their last tap."""
+    widest = int((last - first).max()) + 1
+    return np.asarray(np.minimum(first[:, None] + np.arange(widest, dtype=np.int64), last[:, None]))
 
-    A neighbour that a kernel loads but weighs with 0 does not count.
+
+def upsampling(call: Call) -> Layout:
+    """Interpolation: result i reads a few neighbors of its place in the input, clamped to the border.
+
+    Kernels do not agree on that place. Some scale by the given factor, some by the two sizes; those for the
+    mode `nearest` take i or i // 2, whatever the factor, where the result has the size of the input or twice
+    that; and they round to single precision. So result i is taken to read all that one of them may read.
     """
     layout = call.only()
-    given = call.get("scale_factors")
-    if given is None:
-        given = [call.get("scales")] if call.axes == 1 else [call.get("scales_h"), call.get("scales_w")]
+    factors = call.get("scale_factors") or [call.get("scales_h"), call.get("scales_w")]
     before, after = (1, 2) if "cubic" in call.name else (0, 1) if "linear" in call.name else (0, 0)
-    taps = []
-    axes = call.axes
-    for size, dimension, factor in zip(call.shape[-axes:], layout.dimensions[-axes:], given, strict=True):
-        count = size_of(dimension)
-        index = np.arange(size, dtype=np.float64)
-        if call.get("align_corners"):
-            scale, shift = (count - 1) / (size - 1) if size > 1 else 0.0, 0.0
-        else:
-            scale = 1 / factor if factor else count / size
-            shift = 0.5 if before + after or "exact" in call.name else 0.0
-        scaled = (index + shift) * scale
-        place = scaled - (shift if before + after else 0.0)
-        # Kernels compute in single precision: where that rounds, they may floor either way at an integer.
-        rounds = np.float32(scale) != scale or np.any(scaled.astype(np.float32) != scaled)
-        doubt = 1e-6 * (count + 1) if rounds else 0.0
-        first = np.floor(place - doubt).astype(np.int64) - before
-        last = np.floor(place + doubt).astype(np.int64) + after
-        widest = int((last - first).max()) + 1
-        taps.append(np.clip(np.minimum(first[:, None] + np.arange(widest), last[:, None]), 0, count - 1))
-    return trailing(layout, taps)
+    corners = bool(call.get("align_corners"))
+    centers = not corners and (before + after > 0 or "exact" in call.name)
+
+    def taps(axis: int, count: int, size: int) -> Taps:
+        factor = factors[axis]
+        steps = [Fraction(count - 1, max(size - 1, 1)) if corners else Fraction(count, size)]
+        if factor is not None and factor > 0 and not corners:
+            steps.append(1 / Fraction(factor))
+        ends = [nearby(step, count, size, centers=centers, interpolates=before + after > 0) for step in steps]
+        first = np.min([low for low, _ in ends], axis=0) - before
+        last = np.max([high for _, high in ends], axis=0) + after
+        return np.asarray(np.clip(spans(first, last), 0, count - 1))
+
+    return trailing(layout, call.shape[-call.axes :], taps)
+
+
+def nearby(step: Fraction, count: int, size: int, *, centers: bool, interpolates: bool) -> tuple[Indices, Indices]:
+    """Return the lowest and the highest index that a kernel may take for the floor of a result's place.
+
+    Result i has its place at i step, or at (i + 1/2) step if `centers`, from where a kernel that interpolates
+    goes back by 1/2. A kernel computes it in single precision: where that rounds, it may floor to either side
+    of an integer.
+    """
+    index = np.arange(size, dtype=np.float64) + (0.5 if centers else 0.0)
+    scaled = index * float(step)
+    exact = Fraction(float(np.float32(float(step)))) == step and bool(np.all(scaled.astype(np.float32) == scaled))
+    doubt = 0.0 if exact else 1e-6 * (count + 1)
+    # Places beyond the border are clamped by every kernel; here early, before they overflow an integer.
+    place = np.clip(scaled - (0.5 if centers and interpolates else 0.0), -4, count + 4)
+    return np.floor(place - doubt).astype(np.int64), np.floor(place + doubt).astype(np.int64)
 
 
 def reflected(index: Int64[np.ndarray, " n"], size: int) -> Int64[np.ndarray, " n"]:
     """Return indices mirrored at the first and last entry."""
     return np.asarray((size - 1) - np.abs((size - 1) - np.abs(index)))
+
+
+def border_taps(name: str, before: int, size: int, after: int) -> Taps:
+    """Return what each entry of a padded axis copies; `name` is that of the operation or of its mode."""
+    index = np.arange(-before, size + after, dtype=np.int64)
+    if "refle" in name:
+        index = reflected(index, size)
+    elif "repli" in name:
+        index = np.clip(index, 0, size - 1)
+    elif "constant" not in name:
+        raise Refused("copies positions from the opposite border")
+    return np.asarray(index[:, None])
 
 
 def padding(call: Call) -> Layout:
@@ -141,15 +189,9 @@ def padding(call: Call) -> Layout:
     dimensions = list(layout.dimensions)
     for back, (before, after) in enumerate(zip(amounts[0::2], amounts[1::2], strict=True), start=1):
         size = size_of(dimensions[-back])
-        index = np.arange(-before, size + after, dtype=np.int64)
-        if "refle" in name:
-            index = reflected(index, size)
-        elif "repli" in name:
-            index = np.clip(index, 0, size - 1)
-        elif "constant" not in name:
-            raise Refused("copies positions from the opposite border")
+        taps = partial(border_taps, name, before, size, after)
         if before or after:
-            dimensions[-back] = windowed(dimensions[-back], index[:, None])
+            dimensions[-back] = windowed(dimensions[-back], before + size + after, taps)
     return Layout(tuple(dimensions))
 
 
@@ -158,7 +200,8 @@ def sliced(layout: Layout, index: int, entries: range) -> Layout:
     dimension = layout.dimensions[index]
     if entries == range(size_of(dimension)):
         return layout
-    return layout.replacing(index, windowed(dimension, np.array(entries, dtype=np.int64)[:, None]))
+    kept = windowed(dimension, len(entries), lambda: np.array(entries, dtype=np.int64)[:, None])
+    return layout.replacing(index, kept)
 
 
 def slicing(call: Call) -> Layout:

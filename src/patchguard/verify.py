@@ -61,7 +61,7 @@ LARGEST_AXIS = 2**14  # pixels
 LARGEST_FIELD = 2**24  # pixels times cells of one axis
 LARGEST_BOXES = 2**16
 LARGEST_TABLE = 2**22  # classes times masks, or positions along one axis times windows
-LARGEST_WORK = 1_400_000_000  # entries looked at, about ten nanoseconds each
+LARGEST_WORK = 1_500_000_000  # entries looked at, about ten nanoseconds each
 LARGEST_SUM = 2**50
 LARGEST_DENOMINATOR = 1000  # times two sums, this stays below 2**61
 LARGEST_TAU = 2.0**24
@@ -560,7 +560,7 @@ def _rule(claim: dict[str, Any], grid: Any) -> RobustMasking | DoubleMasking | S
         if spelled is None or int(spelled[1]) > int(spelled[2] or 1):
             raise Refused("`defense.threshold` must be a fraction between 0 and 1")
         if units["low"] != 0:
-            raise Refused("RobustMasking has no theorem for evidence below 0")
+            raise Refused("RobustMasking has no theorem for evidence whose least value is not 0")
         masks = _boxes(defense["masks"], "defense.masks", defense["wrap"], grid)
         threshold = Fraction(int(spelled[1]), int(spelled[2] or 1))
         if threshold.denominator > LARGEST_DENOMINATOR:

@@ -199,11 +199,16 @@ def forged(seed: int, rule: str) -> bytes | None:
         changes[draw.integers(len(changes))](draw, claim, layers)
     try:
         claim["units"] = verify.units_of(claim["evidence"])
-        values, lower, upper, windows, proved, _ = verify.admit(claim, layers)
-        claim["label"] = proved.label(values)
-        per_window, closest = proved.margins(claim["label"], lower, upper, windows)
+        return settled(claim, layers)
     except verify.Refused:
         return None
+
+
+def settled(claim: dict[str, Any], layers: np.ndarray, label: int | None = None) -> bytes:
+    """The file that claims what the checker itself computes, for its own label or for another one."""
+    values, lower, upper, windows, proved, _ = verify.admit(claim, layers)
+    claim["label"] = proved.label(values) if label is None else label
+    per_window, closest = proved.margins(claim["label"], lower, upper, windows)
     margin, denominator = min(per_window), claim["units"]["scale"] * proved.multiple
     claim["margin"] = {"units": margin, "denominator": denominator, "value": margin / denominator}
     claim["certified"], claim["rival"] = margin > 0, min(closest)
@@ -369,6 +374,12 @@ def decided_by_tau() -> bytes:
         if "but the rule gives" in verify.check_bytes(edited(data, without)).reason:
             return data
     raise AssertionError("no label depends on tau")
+
+
+def relabeled(rule: str) -> bytes:
+    """A file about another label than the rule gives, with the right margin of that other label."""
+    claim, layers = verify.read(next(honest_files(rule, 1)))
+    return settled(claim, layers, (claim["label"] + 1) % layers.shape[-3])
 
 
 def trailing() -> bytes:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,7 @@ def random_rule(draw: np.random.Generator, rule: str, windows: Windows) -> Defen
 RULES = ["RobustMasking", "DoubleMasking", "ClippedSum", "MajorityVote"]
 
 
+@cache
 def honest(seed: int, rule: str) -> bytes | None:
     """The file of a random claim as this package proves it, or None where it refuses to."""
     draw = np.random.default_rng([seed, RULES.index(rule)])
@@ -136,6 +138,13 @@ def covers(windows: Windows, axes: list[Axis], patch: tuple[int, int]) -> bool:
 
 def true_claim(data: bytes) -> bool:
     """Whether the package, given the objects that the file describes, proves the same claim."""
+    try:
+        return _proved(data)
+    except InputError:  # it proves nothing about such objects
+        return False
+
+
+def _proved(data: bytes) -> bool:
     claim, layers = verify.read(data)
     grid = tuple(layers.shape[-2:])
     wrap = tuple(claim["wrap"])
@@ -169,6 +178,121 @@ def true_claim(data: bytes) -> bool:
         and float(certificate.margin) == claim["margin"]["value"]
         and bool(certificate.certified) == claim["certified"]
     )
+
+
+# -- forged claims -----------------------------------------------------------------------------------------------------
+
+
+def forged(seed: int, rule: str) -> bytes | None:
+    """A claim about other objects than were certified, whose label and margin are what the checker itself computes.
+
+    Nothing but the theorems is then left to refute it. None where the checker refuses the objects.
+    """
+    draw = np.random.default_rng([seed, RULES.index(rule), 1])
+    original = honest(int(draw.integers(60)), rule)
+    if original is None:
+        return None
+    claim, layers = verify.read(original)
+    layers = layers.copy()
+    for _ in range(draw.integers(1, 4)):
+        changes = CHANGES if "masks" in claim["defense"] else CHANGES[:-3]
+        changes[draw.integers(len(changes))](draw, claim, layers)
+    try:
+        claim["units"] = verify.units_of(claim["evidence"])
+        return settled(claim, layers)
+    except verify.Refused:
+        return None
+
+
+def settled(claim: dict[str, Any], layers: np.ndarray, label: int | None = None) -> bytes:
+    """The file that claims what the checker itself computes, for its own label or for another one."""
+    values, lower, upper, windows, proved, _ = verify.admit(claim, layers)
+    claim["label"] = proved.label(values) if label is None else label
+    per_window, closest = proved.margins(claim["label"], lower, upper, windows)
+    margin, denominator = min(per_window), claim["units"]["scale"] * proved.multiple
+    claim["margin"] = {"units": margin, "denominator": denominator, "value": margin / denominator}
+    claim["certified"], claim["rival"] = margin > 0, min(closest)
+    claim["weakest"] = None if claim["defense"].get("spatial") is False else per_window.index(margin)
+    return sealed(claim, layers)
+
+
+def _change_evidence(draw: np.random.Generator, _: dict[str, Any], layers: np.ndarray) -> None:
+    layers.reshape(-1)[draw.integers(layers.size)] += draw.integers(-3, 4)
+
+
+def _favor_a_class(draw: np.random.Generator, _: dict[str, Any], layers: np.ndarray) -> None:
+    layers[..., draw.integers(layers.shape[-3]), :, :] += draw.integers(-2, 3)
+
+
+def _change_settings(draw: np.random.Generator, claim: dict[str, Any], _: np.ndarray) -> None:
+    name = str(draw.choice(["drift", "low", "high", "bits", "threshold", "kind"]))
+    values = {
+        "drift": [0.0, 0.1, 0.3, 1.0, 1e9],
+        "low": [None, 0.0, -2.0, -1.0, 1.0],
+        "high": [None, 1.0, 2.0, 5.0, 4096.0],
+        "bits": [0, 1, 2, 4, 16],
+        "threshold": [0.2, 0.5, 1.0, 0.0],
+        "kind": ["logits", "confidence", "tanh", "vote", "prediction"],
+    }[name]
+    claim["evidence"][name] = values[draw.integers(len(values))]
+
+
+def _change_field(draw: np.random.Generator, claim: dict[str, Any], _: np.ndarray) -> None:
+    axis = claim["field"][str(draw.choice(["rows", "columns"]))]
+    entry = axis[str(draw.choice(["starts", "lengths"]))]
+    entry[draw.integers(len(entry))] += int(draw.integers(-2, 3))
+
+
+def _change_size(draw: np.random.Generator, claim: dict[str, Any], _: np.ndarray) -> None:
+    if draw.random() < 0.7:
+        claim["patch"][str(draw.choice(["height", "width"]))] += int(draw.choice([-1, 1]))
+    else:
+        claim["source"][draw.integers(2)] += int(draw.integers(-2, 3))
+
+
+def _change_circle(draw: np.random.Generator, claim: dict[str, Any], _: np.ndarray) -> None:
+    around = claim["wrap"] if draw.random() < 0.7 else claim["defense"].get("wrap", claim["wrap"])
+    around[draw.integers(2)] ^= True
+
+
+def _change_boxes(draw: np.random.Generator, boxes: list[list[int]]) -> None:
+    place = int(draw.integers(len(boxes)))
+    if draw.random() < 0.2 and len(boxes) > 1:
+        del boxes[place]
+    elif draw.random() < 0.2:
+        boxes.append(boxes[place][:2] + boxes[int(draw.integers(len(boxes)))][2:])
+    else:
+        boxes[place][draw.integers(4)] += int(draw.choice([-1, 1]))
+
+
+def _change_windows(draw: np.random.Generator, claim: dict[str, Any], _: np.ndarray) -> None:
+    _change_boxes(draw, claim["windows"])
+
+
+def _change_masks(draw: np.random.Generator, claim: dict[str, Any], _: np.ndarray) -> None:
+    _change_boxes(draw, claim["defense"]["masks"])
+
+
+def _change_rule(draw: np.random.Generator, claim: dict[str, Any], _: np.ndarray) -> None:
+    if claim["defense"]["name"] == "RobustMasking":
+        claim["defense"]["threshold"] = str(THRESHOLDS[draw.integers(len(THRESHOLDS))])
+    else:
+        claim["defense"]["tau"] = float(draw.choice([*TAUS, 1e6]))
+
+
+def _exchange_rules(_: np.random.Generator, claim: dict[str, Any], __: np.ndarray) -> None:
+    if claim["defense"]["name"] == "RobustMasking":
+        claim["defense"] = {**claim["defense"], "name": "DoubleMasking", "tau": 0.3}
+        del claim["defense"]["threshold"]
+    else:
+        claim["defense"] = {**claim["defense"], "name": "RobustMasking", "threshold": "1/4"}
+        claim["defense"].pop("tau", None)
+
+
+CHANGES = [
+    _change_evidence, _favor_a_class, _change_settings, _change_field, _change_size, _change_circle, _change_windows,
+    _change_masks, _change_rule, _exchange_rules,
+]  # fmt: skip
 
 
 # -- wrong claims ------------------------------------------------------------------------------------------------------
@@ -250,6 +374,12 @@ def decided_by_tau() -> bytes:
         if "but the rule gives" in verify.check_bytes(edited(data, without)).reason:
             return data
     raise AssertionError("no label depends on tau")
+
+
+def relabeled(rule: str) -> bytes:
+    """A file about another label than the rule gives, with the right margin of that other label."""
+    claim, layers = verify.read(next(honest_files(rule, 1)))
+    return settled(claim, layers, (claim["label"] + 1) % layers.shape[-3])
 
 
 def trailing() -> bytes:

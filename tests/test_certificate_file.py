@@ -1,22 +1,25 @@
 """Certificate files from guards: canonical, atomic, checked against the network and the image, and the command."""
 
+import hashlib
 import json
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from claims import edited, sealed
 from PIL import Image
-from tiny import bagnet_guard, lively, pictures, srf_guard
+from tiny import ANY_MASKS, bagnet_guard, lively, pictures, srf_guard
 from typer.testing import CliRunner
 
 from patchguard import certificate_file, verify, zoo
 from patchguard.certificate_file import Packer, difference, eight_bit, has_own_masks, image_digest
 from patchguard.cli import app
-from patchguard.defenses import ClippedSum, MajorityVote, RobustMasking, Undefended
+from patchguard.defenses import ClippedSum, DoubleMasking, MajorityVote, RobustMasking, Undefended
 from patchguard.errors import InputError
 from patchguard.evidence import Evidence
 from patchguard.guard import Guard
@@ -77,6 +80,99 @@ def test_the_same_inputs_give_the_same_bytes_and_no_draft_is_left(tmp_path):
         certificate_file.write(tmp_path / name, srf_guard(), image(16), Patch(2))
     assert (tmp_path / "one.pgc").read_bytes() == (tmp_path / "two.pgc").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.pgc", "two.pgc"]
+
+
+@pytest.mark.parametrize("broken", ["write", "replace"])
+def test_a_file_that_cannot_be_finished_leaves_the_old_one_whole(broken, tmp_path, monkeypatch):
+    path = tmp_path / "image.pgc"
+    certificate_file.write(path, srf_guard(), image(16), Patch(2))
+    before = path.read_bytes()
+    whole = Path.write_bytes
+
+    def half(self, data):
+        whole(self, data[: len(data) // 2])
+        raise OSError("no space left")
+
+    def refuse(*_):
+        raise OSError("no space left")
+
+    if broken == "write":
+        monkeypatch.setattr(Path, "write_bytes", half)
+    else:
+        monkeypatch.setattr("os.replace", refuse)
+    with pytest.raises(OSError, match="no space left"):
+        certificate_file.write(path, srf_guard(), image(16, seed=1), Patch(2))
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_claim_that_the_checker_refutes_is_never_written(tmp_path, monkeypatch):
+    certify = DoubleMasking.certify
+
+    def generous(self, evidence, windows):
+        found = certify(self, evidence, windows)
+        return replace(found, margin=found.margin + 1)
+
+    monkeypatch.setattr(DoubleMasking, "certify", generous)
+    with pytest.raises(InputError, match="the checker says that it claims another margin"):
+        certificate_file.write(tmp_path / "image.pgc", srf_guard(), image(16), Patch(2))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_would_take_too_long_to_check_is_never_packed(monkeypatch):
+    guard = srf_guard()
+    evidence = guard.evidence_of(image(16)[None].float() / 255)
+    packer = Packer(guard, Patch(2), 16, 16)
+    certificate = guard.defense.certify(evidence, packer.windows)
+    with monkeypatch.context() as patched:
+        patched.setattr(verify, "LARGEST_WORK", 10**6)
+        for _ in range(2):
+            with pytest.raises(InputError, match="too long to check 121 windows and 121 masks on 3 x 16 x 16"):
+                packer.pack(evidence, certificate, 0, image_digest(image(16)))
+    assert verify.check_bytes(packer.pack(evidence, certificate, 0, image_digest(image(16)))).valid
+
+
+def test_masks_that_are_listed_twice_are_never_packed(tmp_path):
+    masks = srf_guard().defense.masks
+    pairs = [(row, column) for row in range(len(masks.rows)) for column in range(len(masks.columns))]
+    twice = replace(masks, pairs=(*pairs, pairs[0]))
+    with pytest.raises(InputError, match=r"`defense\.masks` must not name the same cells twice"):
+        certificate_file.write(
+            tmp_path / "image.pgc", replace(srf_guard(), defense=DoubleMasking(masks=twice)), image(16), Patch(2)
+        )
+
+
+@pytest.mark.parametrize(
+    ("units", "scale", "defense", "denominator"),
+    [
+        (2**52 - 1, 1, DoubleMasking(masks=ANY_MASKS), 1),
+        (1 - 2**52, 2**16, ClippedSum(), 2**16),
+        (7, 4, RobustMasking(masks=ANY_MASKS), 4),
+        (7, 4, RobustMasking(masks=ANY_MASKS, threshold=Fraction(1, 4)), 12),
+        (-7, 4, RobustMasking(masks=ANY_MASKS, threshold=Fraction(1)), 4),
+    ],
+)
+def test_a_margin_is_written_as_the_whole_number_it_was(units, scale, defense, denominator):
+    found = certificate_file._margin(units / denominator, scale, defense)
+    assert found == {"units": units, "denominator": denominator, "value": units / denominator}
+
+
+@pytest.mark.parametrize("margin", [2.0**52, -(2.0**52), 2.0**60, 0.3, 1 / 3])
+def test_a_margin_that_is_no_whole_number_of_units_is_not_written(margin):
+    with pytest.raises(InputError, match="cannot be written exactly"):
+        certificate_file._margin(margin, 1, ClippedSum())
+
+
+def test_the_digest_of_an_image_is_the_documented_one():
+    """2x3, a newline, and 0, 10, ..., 170 as red, green, blue, row by row: computed with sha256sum."""
+    pixels = torch.arange(0, 180, 10, dtype=torch.uint8).reshape(2, 3, 3).permute(2, 0, 1)
+    expected = "dc29ccaef5f241d9a5cfcb1c2300bed656a40b576cb2e5d775794dd3bb811618"
+    assert image_digest(pixels) == expected
+    assert image_digest(pixels.float() / 255) == expected
+    assert image_digest(pixels.transpose(1, 2)) != expected
+    assert image_digest(pixels.flip(0)) != expected
+    assert hashlib.sha256(b"2x3\n" + bytes(range(0, 180, 10))).hexdigest() == expected
 
 
 def test_floats_are_taken_if_they_are_8_bit_pixels(tmp_path):
@@ -185,6 +281,16 @@ def test_a_false_field_is_valid_alone_but_not_against_the_model(written):
     assert difference(forged, srf_guard(), image(16)) == "its field is not the one traced from the model"
 
 
+@pytest.mark.parametrize("wrap", [[True, False], [False, True]])
+def test_cells_that_claim_to_lie_on_a_circle_are_noticed(written, wrap):
+    def close(claim, _):
+        claim["wrap"] = wrap
+
+    forged = edited(written.read_bytes(), close)
+    assert verify.check_bytes(forged).valid
+    assert difference(forged, srf_guard(), image(16)) == "its field is not the one traced from the model"
+
+
 def test_evidence_may_differ_within_the_drift_and_no_further(written):
     claim, layers = verify.read(written.read_bytes())
     drift = claim["units"]["drift"]
@@ -228,19 +334,24 @@ def test_the_command_checks_files(run, written):
     shown = run("verify", written)
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.startswith(f"{written}: valid: label ")
+    assert f" patch if {verify.CONDITION}, margin " in shown.stdout
     broken = written.with_name("broken.pgc")
     broken.write_bytes(written.read_bytes()[:-1])
     shown = run("verify", written, broken, written.parent, "--json")
     assert shown.exit_code == 1
     lines = [json.loads(line) for line in shown.stdout.splitlines()]
     assert [line["valid"] for line in lines] == [True, False, False]
-    assert set(lines[0]) == {"file", "valid", "certified", "reason"}
+    assert set(lines[0]) == {"file", "valid", "certified", "reason", "condition"}
+    assert [line["condition"] for line in lines] == [verify.CONDITION, None, None]
 
 
 def test_the_command_checks_model_and_image(run, written, deployed, tmp_path):
     shown = run("verify", written, *deployed)
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.rstrip().endswith("; model, field, image and evidence agree")
+    assert " if " not in shown.stdout
+    stated = json.loads(run("verify", written, *deployed, "--json").stdout)
+    assert (stated["condition"], " if " in stated["reason"]) == (None, False)
     Image.fromarray(image(16, seed=1).permute(1, 2, 0).numpy()).save(tmp_path / "image.png")
     shown = run("verify", written, *deployed)
     assert shown.exit_code == 1

@@ -98,7 +98,8 @@ class Packer:
     def pack(self, evidence: EvidenceMap, certificate: Certificate, row: int, image_digest: str) -> bytes:
         """Return the file for row `row` of a batch: of its evidence, and of its certificate for `windows`.
 
-        The certificate must be about the defended prediction (`label=None`), with `top_k=1`.
+        The certificate must be about the defended prediction (`label=None`), with `top_k=1`. What all files share is
+        held against the limits of the checker before the first one is returned.
         """
         chosen = slice(row, row + 1)
         one = evidence[chosen]
@@ -113,7 +114,7 @@ class Packer:
                     f"{int(certificate.label[row])}. Certify with `label=None`."
                 )
         weakest = None if certificate.weakest is None else certificate.weakest[chosen]
-        return encode(
+        data = encode(
             defense=self.guard.defense,
             settings=self.guard.evidence,
             evidence=one,
@@ -130,6 +131,18 @@ class Packer:
             class_names=self.guard.class_names,
             digests={**self._digests, "image": image_digest},
         )
+        if not self._admitted:
+            try:
+                verify.admit(*verify.read(data))
+            except verify.Refused as refusal:
+                raise InputError(f"no certificate file can be written: the checker says that {refusal}.") from None
+            self._admitted.add(True)
+        return data
+
+    @cached_property
+    def _admitted(self) -> set[bool]:
+        """Not empty once a file was admitted by the checker: its limits are about what all files share."""
+        return set()
 
 
 def encode(

@@ -9,8 +9,10 @@ One line per file says `valid` or `invalid` and why; the exit status is 0 if all
 
 A valid file proves: *if* the network reads only the pixels that the field in the file says, and *if* it gives this
 evidence for the image up to the stated drift, *then* no such patch changes the label. The two conditions are about the
-network and the image; `patchguard verify --model --image` checks them, too. Digests detect damage; they do not say who
-wrote the file.
+network and the image, and the line repeats them; `patchguard verify --model --image` checks them, too. Digests detect
+damage; they do not say who wrote the file.
+
+The time is bounded: files whose check would take more than a few seconds are refused before it begins.
 
 Symbols: u_k(i) evidence of class k in cell i; w a window, the cells one patch can touch; v, m masks; y the label;
 t_k the evidence outside w; [l, h] what a cell can hold. `lower` and `upper` bound u under drift.
@@ -25,9 +27,10 @@ import stat
 import struct
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from typing import Any, final
 
 import numpy as np
@@ -47,15 +50,24 @@ VOTES = ("vote", "prediction")
 KINDS = ("logits", "confidence", "tanh", *VOTES)
 CEILING = 4096.0  # what logits without a bound are clipped to
 
+# What a valid file proves rests on this, until somebody with the network has checked it.
+CONDITION = "the file's field and evidence are the network's (patchguard verify --model --image checks that)"
+
 # Limits that are checked before anything is computed, so that no file can exhaust memory, time or 64-bit integers.
 LARGEST_JSON = 2**22
 LARGEST_EVIDENCE = 2**22  # entries
+LARGEST_GRID = 2**17  # cells
 LARGEST_AXIS = 2**14  # pixels
 LARGEST_FIELD = 2**24  # pixels times cells of one axis
 LARGEST_BOXES = 2**16
-LARGEST_WORK = 2**34  # entries looked at
+LARGEST_TABLE = 2**22  # classes times masks, or positions along one axis times windows
+LARGEST_WORK = 1_500_000_000  # entries looked at, about ten nanoseconds each
 LARGEST_SUM = 2**50
+LARGEST_DENOMINATOR = 1000  # times two sums, this stays below 2**61
 LARGEST_TAU = 2.0**24
+AT_ONCE = 2**17  # entries
+CALL = 2**13  # the cost of doing anything at all, as entries
+NO_RIVAL = 2**63 - 1  # the margin against the label itself
 
 
 class Refused(Exception):
@@ -86,36 +98,53 @@ def check(path: str | os.PathLike[str]) -> Verdict:
         return Verdict(valid=False, certified=False, reason=str(refusal))
 
 
-def check_bytes(data: bytes) -> Verdict:
-    """Check the contents of one file. Never raises."""
+def check_bytes(data: bytes, condition: str = CONDITION) -> Verdict:
+    """Check the contents of one file. Never raises.
+
+    A valid claim is stated to hold if `condition` does; "" is for callers who have checked the network themselves.
+    """
     try:
         claim, layers = read(data)
-        return Verdict(valid=True, certified=claim["certified"], reason=_prove(claim, layers))
+        return Verdict(valid=True, certified=claim["certified"], reason=_prove(claim, layers, condition))
     except Refused as refusal:
         return Verdict(valid=False, certified=False, reason=str(refusal))
     except Exception as error:  # what no check above foresaw must not pass for a proof, nor end a long run
         return Verdict(valid=False, certified=False, reason=f"it cannot be read ({type(error).__name__})")
 
 
-def _prove(claim: dict[str, Any], layers: Integers) -> str:
+def _prove(claim: dict[str, Any], layers: Integers, condition: str) -> str:
     """Recompute everything that the file claims; return the claim in words."""
-    values, lower, upper = _bounds(claim, layers)
-    windows = _boxes(claim["windows"], "windows", claim["wrap"], values.shape[1:])
-    rule = _rule(claim, values.shape[1:])
-    masks = len(rule.masks.places) if rule.masks else 0
-    if (len(windows.places) + masks) * (values.size + len(values) * masks) > LARGEST_WORK:
-        raise Refused("its evidence, windows and masks are too large to check")
-    patch = _check_windows(claim, windows)
+    values, lower, upper, windows, rule, patch = admit(claim, layers)
     label = _whole(claim["label"], "label", 0, len(values) - 1)
     found = rule.label(values)
     if found != label:
         raise Refused(f"it claims label {label}, but the rule gives {found} for its evidence")
     per_window, closest = rule.margins(label, lower, upper, windows)
     _check_margin(claim, per_window, closest, claim["units"]["scale"] * rule.multiple)
+    outcome = "is certified against" if claim["certified"] else "is NOT certified against"
+    provided = f" if {condition}" if condition else ""
     # Quoted, short and last: a name is what the writer calls a class, and must not read like a verdict.
     name = f", class {claim['class_names'][label][:40]!a}" if claim["class_names"] else ""
-    outcome = "is certified against" if claim["certified"] else "is NOT certified against"
-    return f"label {label} {outcome} every {patch} patch, margin {claim['margin']['value']:.6g}{name}"
+    return f"label {label} {outcome} every {patch} patch{provided}, margin {claim['margin']['value']:.6g}{name}"
+
+
+def admit(
+    claim: dict[str, Any], layers: Integers
+) -> tuple[Integers, Integers, Integers, "Boxes", "RobustMasking | DoubleMasking | Sum", str]:
+    """Check all but the label and the margin; refuse what would take too long to check.
+
+    Returns the evidence with its bounds, the windows, the rule, and the patch in words.
+    """
+    values, lower, upper = _bounds(claim, layers)
+    windows = _boxes(claim["windows"], "windows", claim["wrap"], values.shape[1:])
+    rule = _rule(claim, values.shape[1:])
+    masks = len(rule.masks.places) if rule.masks else 0
+    if len(values) * masks > LARGEST_TABLE or rule.work(len(values), windows) > LARGEST_WORK:
+        raise Refused(
+            f"it would take too long to check {len(windows.places)} windows and {masks} masks "
+            f"on {len(values)} x {windows.grid[0]} x {windows.grid[1]} values of evidence"
+        )
+    return values, lower, upper, windows, rule, _check_windows(claim, windows)
 
 
 def _check_margin(claim: dict[str, Any], per_window: list[int], closest: set[int], denominator: int) -> None:
@@ -161,41 +190,77 @@ class Boxes:
         """Columns of box `number`."""
         return np.arange(*self.places[number][2:]) % self.grid[1]
 
+    def size(self, number: int) -> int:
+        """How many cells box `number` has."""
+        top, bottom, left, right = self.places[number]
+        return (bottom - top) * (right - left)
+
     def cells(self, number: int) -> Integers:
-        """1 in the cells of box `number`, 0 elsewhere."""
-        return 1 - self.outside(number, np.ones(self.grid, dtype=np.int64))
+        """1 in the cells of box `number`, 0 elsewhere: (1, rows, columns)."""
+        return 1 - self.outside(number, np.ones((1, *self.grid), dtype=np.int64))
 
     def outside(self, number: int, maps: Integers) -> Integers:
-        """The maps (..., rows, columns) with 0 in box `number`."""
+        """The maps (maps, rows, columns) with 0 in box `number`."""
         kept = maps.copy()
-        kept[..., self.rows(number)[:, None], self.columns(number)[None, :]] = 0
+        kept[:, self.rows(number)[:, None], self.columns(number)[None, :]] = 0
         return kept
 
-    def sums(self, maps: Integers) -> Integers:
-        """The sum of each map (..., rows, columns) over each box: (..., boxes)."""
+    @cached_property
+    def ends(self) -> tuple[Integers, Integers, Integers, Integers]:
+        """The first and last rows and columns of all boxes: top, bottom, left, right."""
         top, bottom, left, right = np.array(self.places).T
-        # Where boxes pass the end of a map, it is put beside itself. `sums` at (i, j): all cells above and left.
-        if bottom.max() > self.grid[0]:
-            maps = np.concatenate([maps, maps], axis=-2)
-        if right.max() > self.grid[1]:
-            maps = np.concatenate([maps, maps], axis=-1)
-        sums = np.zeros((*maps.shape[:-2], maps.shape[-2] + 1, maps.shape[-1] + 1), dtype=np.int64)
-        sums[..., 1:, 1:] = maps.cumsum(-2).cumsum(-1)
-        found: Integers = (
-            sums[..., bottom, right] - sums[..., top, right] - sums[..., bottom, left] + sums[..., top, left]
-        )
+        return top, bottom, left, right
+
+    @cached_property
+    def repeats(self) -> tuple[int, int]:
+        """How often a map is put beside itself along rows and columns, so that no box passes its end."""
+        _, bottom, _, right = self.ends
+        return 2 if bottom.max() > self.grid[0] else 1, 2 if right.max() > self.grid[1] else 1
+
+    def sums(self, maps: Integers) -> Integers:
+        """The sum of each map over each box: (maps, boxes) of (maps, rows, columns)."""
+        some = max(1, AT_ONCE // self._entries)  # few maps at a time stay in the processor's cache
+        return np.concatenate([self._sums(maps[first : first + some]) for first in range(0, len(maps), some)])
+
+    def _sums(self, maps: Integers) -> Integers:
+        if self.repeats != (1, 1):
+            maps = np.tile(maps, (1, *self.repeats))
+        count, height, width = maps.shape
+        before = np.zeros((count, height + 1, width + 1), dtype=np.int64)  # at (i, j): all cells above i, left of j
+        np.cumsum(maps, axis=1, out=before[:, 1:, 1:])
+        np.cumsum(before[:, 1:, 1:], axis=2, out=before[:, 1:, 1:])
+        at, flat = width + 1, before.reshape(count, -1)
+        top, bottom, left, right = self.ends
+        found: Integers = flat.take(bottom * at + right, axis=1)
+        found -= flat.take(top * at + right, axis=1)
+        found -= flat.take(bottom * at + left, axis=1)
+        found += flat.take(top * at + left, axis=1)
         return found
+
+    @property
+    def _entries(self) -> int:
+        """Entries that `sums` looks at for each map: cells, boxes, and a few for the map itself."""
+        return math.prod(self.grid) * math.prod(self.repeats) + len(self.places) + 16
+
+    def work(self, maps: int) -> int:
+        """Entries that `sums` looks at for so many maps."""
+        return CALL + maps * self._entries
 
 
 def _boxes(value: object, name: str, wrap: object, grid: Any) -> Boxes:
     around = [_flag(each, "wrap") for each in _sequence(wrap, "wrap", 2, 2)]
-    places = []
+    places, distinct = [], set()
     for box in _sequence(value, name, 1, LARGEST_BOXES):
         ends: list[int] = []
+        cells: list[tuple[int, int]] = []
         for start, stop, size, circle in zip(_sequence(box, name, 4, 4)[::2], box[1::2], grid, around, strict=True):
             start = _whole(start, name, 0, size - 1)
             ends += [start, _whole(stop, name, start + 1, start + size if circle else size)]
+            cells.append((0, size) if stop - start == size else (start, stop))  # a whole circle starts anywhere
         places.append((ends[0], ends[1], ends[2], ends[3]))
+        distinct.add(tuple(cells))
+    if len(distinct) < len(places):
+        raise Refused(f"`{name}` must not name the same cells twice")
     return Boxes((grid[0], grid[1]), places)
 
 
@@ -216,21 +281,25 @@ def _check_windows(claim: dict[str, Any], windows: Boxes) -> str:
     side = _whole(patch["height"], "patch.height", 1, height), _whole(patch["width"], "patch.width", 1, width)
     rows = _touched(field["rows"], "field.rows", windows.grid[0], height, side[0])
     columns = _touched(field["columns"], "field.columns", windows.grid[1], width, side[1])
-    # [position, window]: whether the window has all rows (columns) that the patch touches there
-    every = range(len(windows.places))
-    owned = np.zeros((len(every), windows.grid[0]), dtype=bool), np.zeros((len(every), windows.grid[1]), dtype=bool)
-    for window in every:
-        owned[0][window, windows.rows(window)] = True
-        owned[1][window, windows.columns(window)] = True
-    tall = np.array([(owned[0] | ~touched).all(axis=1) for touched in rows])
-    wide = np.array([(owned[1] | ~touched).all(axis=1) for touched in columns])
-    for holds in tall:
-        if not (holds & wide).any(axis=1).all():
+    both, number = len(rows) * len(columns), len(windows.places)
+    if (len(rows) + len(columns)) * CALL + both * number > LARGEST_WORK or len(columns) * number > LARGEST_TABLE:
+        raise Refused(f"it would take too long to compare {number} windows with {both} positions of the patch")
+    top, bottom, left, right = windows.ends
+    wide = np.array([_held(touched, left, right) for touched in columns])  # [position, window]
+    for touched in rows:
+        if not (_held(touched, top, bottom) & wide).any(axis=1).all():
             raise Refused("there is a position of the patch where it touches cells that no window holds together")
     return f"{side[0]} x {side[1]}"
 
 
-def _touched(value: object, name: str, cells: int, size: int, length: int) -> Truths:
+def _held(touched: Truths, starts: Integers, stops: Integers) -> Truths:
+    """Which of the intervals hold all touched cells of one axis; past its end, they go on at cell 0."""
+    before = np.concatenate([[0], np.tile(touched, 2).cumsum()])
+    found: Truths = before[stops] - before[starts] == touched.sum()
+    return found
+
+
+def _touched(value: object, name: str, cells: int, size: int, length: int) -> list[Truths]:
     """Which cells of one axis `length` pixels touch, at every position; equal answers once."""
     if size * cells > LARGEST_FIELD:
         raise Refused(f"`{name}` has too many cells and pixels to check")
@@ -244,7 +313,7 @@ def _touched(value: object, name: str, cells: int, size: int, length: int) -> Tr
         reads[np.arange(start, stop) % size, cell] = True  # past the end, it goes on at pixel 0
     # Pixels that a cell reads before each pixel; it reads some of a stretch if their number grows along it.
     before = np.concatenate([np.zeros((1, cells), dtype=np.int64), reads.cumsum(axis=0)])
-    return np.unique(before[length:] > before[:-length], axis=0)
+    return list({touched.tobytes(): touched for touched in before[length:] > before[:-length]}.values())
 
 
 # -- evidence ----------------------------------------------------------------------------------------------------------
@@ -317,7 +386,8 @@ class RobustMasking:
     Theorem.  The label stays y under any attack on w if LB > UB_k for every k != y, where
                   LB = t_y - max{ 0, a_y(v) : (1 - T)(a_y(v) + h n(v)) > T (t_y - a_y(v)) }
                   D_k = t_k + h |w| - max_v (a_k(v) + h n(v))
-                  UB_k = min(t_k + h |w|, D_k / (1 - T)), or D_k if max_v a_k(v) > T UB_k  (T = 1: t_k + h |w|)
+                  UB_k = min(t_k + h |w|, D_k / (1 - T)), or D_k if max_v a_k(v) > T UB_k
+                         (T = 0: D_k; T = 1: t_k + h |w|)
               with a_k(v) the evidence in v outside w, n(v) the cells that v and w share, lower for y and upper for k;
               in the condition of LB the first a_y(v) is upper, in max_v a_k(v) > T UB_k it is lower.
     Needs l = 0 and, unless h bounds the evidence, a mask around every window.
@@ -333,45 +403,45 @@ class RobustMasking:
         """Margins are in units of 1 / (q - p) to stay whole."""
         return max(1, self.threshold.denominator - self.threshold.numerator)
 
+    def work(self, classes: int, windows: Boxes) -> int:
+        """Entries that `label` and `margins` look at."""
+        maps, rounds = self.masks.work(classes), 1 if self.threshold == 0 else 2
+        each = 3 * self.masks.work(1) + rounds * maps + classes * math.prod(windows.grid) // 2
+        return maps + len(windows.places) * each
+
     def label(self, values: Integers) -> int:
         """The defended label; ties go to the smallest index."""
-        scores = []
-        for total, hidden in zip(_sums(values), self.masks.sums(values).max(axis=1).tolist(), strict=True):
-            scores.append(total - hidden if hidden > self.threshold * total else total)
-        return scores.index(max(scores))
+        p, q = self.threshold.numerator, self.threshold.denominator
+        totals, hidden = _sums(values), self.masks.sums(values).max(axis=1)
+        return int(np.where(q * hidden > p * totals, totals - hidden, totals).argmax())  # the first of equals
 
     def margins(self, label: int, lower: Integers, upper: Integers, windows: Boxes) -> tuple[list[int], set[int]]:
         """The margin in each window, and the rivals that attain the smallest."""
+        every = range(len(windows.places))
+        return _smallest((self._margins_in(window, label, lower, upper, windows) for window in every), label)
+
+    def _margins_in(self, window: int, label: int, lower: Integers, upper: Integers, windows: Boxes) -> Integers:
+        """(q - p)(LB - UB_k) in one window, for every class k. No product reaches 2**61."""
         p, q = self.threshold.numerator, self.threshold.denominator
-        table = []
-        for window in range(len(windows.places)):
-            cells = windows.cells(window)
-            shared = self.masks.sums(cells)  # n(v)
-            size = int(cells.sum())
-            if not self.bounded and not (shared == size).any():
-                raise Refused(f"window {window} lies in no mask, and the evidence has no bound")
-            rest = windows.outside(window, lower), windows.outside(window, upper)
-            least, most = _sums(rest[0]), _sums(rest[1])  # t, at least and at most
-            inside = self.masks.sums(rest[0]), self.masks.sums(rest[1])  # a(v), at least and at most
-            # Entries of type object are Python's integers: no product can overflow.
-            smallest, largest, filled = (each.astype(object) for each in (inside[0][label], inside[1][label], shared))
-            removable = (q - p) * (largest + self.high * filled) > p * (least[label] - smallest)
-            floor = least[label] - max([0, *smallest[removable.astype(bool)]])  # LB
-            caught = (inside[1] + self.high * shared).max(axis=1).tolist()
-            sure = inside[0].max(axis=1).tolist()
-            row = []
-            for k in range(len(lower)):
-                whole = most[k] + self.high * size  # t_k + h |w|
-                masked = whole - caught[k]  # D_k
-                if p == q:
-                    row.append(floor - whole)
-                    continue
-                ceiling = min((q - p) * whole, q * masked)  # (q - p) UB_k
-                if q * (q - p) * sure[k] > p * ceiling:
-                    ceiling = (q - p) * masked
-                row.append((q - p) * floor - ceiling)
-            table.append(row)
-        return _smallest(table, label)
+        shared = self.masks.sums(windows.cells(window))[0]  # n(v)
+        size = windows.size(window)
+        if not self.bounded and not (shared == size).any():
+            raise Refused(f"window {window} lies in no mask, and the evidence has no bound")
+        least, most = windows.outside(window, lower), windows.outside(window, upper)
+        own = least[label].sum()  # t_y
+        smallest, largest = (self.masks.sums(each[label : label + 1])[0] for each in (least, most))  # a_y(v)
+        removable = (q - p) * (largest + self.high * shared) > p * (own - smallest)
+        floor = own - smallest.max(where=removable, initial=0)  # LB
+        whole = _sums(most) + self.high * size  # t_k + h |w|
+        if p == q:
+            return np.asarray(floor - whole)
+        masked = whole - (self.masks.sums(most) + self.high * shared).max(axis=1)  # D_k
+        if p == 0:
+            return np.asarray(floor - masked)
+        sure = self.masks.sums(least).max(axis=1)  # max_v a_k(v)
+        certain = (q * sure > p * whole) | ((q - p) * sure > p * masked)  # above T times the smaller one of two
+        ceiling = np.where(certain, (q - p) * masked, np.minimum((q - p) * whole, q * masked))  # (q - p) UB_k
+        return np.asarray((q - p) * floor - ceiling)
 
 
 @final
@@ -392,6 +462,11 @@ class DoubleMasking:
     lead: int  # T
     multiple: int = 1
 
+    def work(self, classes: int, windows: Boxes) -> int:
+        """Entries that `label` and `margins` look at."""
+        pairs = self.masks.work(classes) + classes * math.prod(windows.grid)
+        return 2 * len(self.masks.places) * pairs + len(windows.places) * self.masks.work(1)
+
     def label(self, values: Integers) -> int:
         """The defended label; ties go to the smallest index."""
         single, believed = [], []
@@ -408,28 +483,27 @@ class DoubleMasking:
     def margins(self, label: int, lower: Integers, upper: Integers, windows: Boxes) -> tuple[list[int], set[int]]:
         """The margin in each window, and the rivals that attain the smallest."""
         gaps = lower[label] - upper
-        rows = []
+        worst, attained = [], []  # by each mask m: the smallest over k, and which k attain it
         for mask in range(len(self.masks.places)):
             sums = self._outside_both(mask, gaps)
             sums[:, mask] -= self.lead
-            rows.append(sums.min(axis=1))
-        table = np.array(rows)
-        worst = np.delete(table, label, axis=1).min(axis=1)  # of each mask m
+            row = sums.min(axis=1)
+            row[label] = NO_RIVAL
+            worst.append(int(row.min()))
+            attained.append(row == row.min())
         margins = []
         for window in range(len(windows.places)):
-            cells = windows.cells(window)
-            covering = self.masks.sums(cells) == cells.sum()
+            covering = self.masks.sums(windows.cells(window))[0] == windows.size(window)
             if not covering.any():
                 raise Refused(f"window {window} lies in no mask")
-            margins.append(int(worst[covering].max()))
-        masks, classes = np.nonzero(table == min(margins))
-        closest = {int(k) for m, k in zip(masks, classes, strict=True) if k != label and worst[m] == min(margins)}
-        return margins, closest
+            margins.append(int(np.array(worst)[covering].max()))
+        deciding = [ks for ks, margin in zip(attained, worst, strict=True) if margin == min(margins)]
+        return margins, {int(k) for k in np.flatnonzero(np.logical_or.reduce(deciding))}
 
     def _outside_both(self, mask: int, maps: Integers) -> Integers:
         """The sum of each map outside `mask` and each second mask: (maps, masks)."""
         kept = self.masks.outside(mask, maps)
-        found: Integers = kept.sum(axis=(1, 2))[:, None] - self.masks.sums(kept)
+        found: Integers = _sums(kept)[:, None] - self.masks.sums(kept)
         return found
 
 
@@ -448,6 +522,10 @@ class Sum:
     masks: None = None
     multiple: int = 1
 
+    def work(self, classes: int, windows: Boxes) -> int:
+        """Entries that `label` and `margins` look at."""
+        return len(windows.places) * (CALL + classes * math.prod(windows.grid))
+
     def label(self, values: Integers) -> int:
         """The defended label; ties go to the smallest index."""
         return int(values.sum(axis=(1, 2)).argmax())
@@ -455,13 +533,10 @@ class Sum:
     def margins(self, label: int, lower: Integers, upper: Integers, windows: Boxes) -> tuple[list[int], set[int]]:
         """The margin in each window (in all, if position-free), and the rivals that attain the smallest."""
         gaps = lower[label] - upper
-        sizes = [int(windows.cells(window).sum()) for window in range(len(windows.places))]
+        every = range(len(windows.places))
         if not self.spatial:
-            return _smallest([[gap - 2 * max(sizes) * self.span for gap in _sums(gaps)]], label)
-        table = []
-        for window, size in enumerate(sizes):
-            table.append([gap - size * self.span for gap in _sums(windows.outside(window, gaps))])
-        return _smallest(table, label)
+            return _smallest([_sums(gaps) - 2 * max(map(windows.size, every)) * self.span], label)
+        return _smallest((_sums(windows.outside(w, gaps)) - windows.size(w) * self.span for w in every), label)
 
 
 def _rule(claim: dict[str, Any], grid: Any) -> RobustMasking | DoubleMasking | Sum:
@@ -485,22 +560,28 @@ def _rule(claim: dict[str, Any], grid: Any) -> RobustMasking | DoubleMasking | S
         if spelled is None or int(spelled[1]) > int(spelled[2] or 1):
             raise Refused("`defense.threshold` must be a fraction between 0 and 1")
         if units["low"] != 0:
-            raise Refused("RobustMasking has no theorem for evidence below 0")
+            raise Refused("RobustMasking has no theorem for evidence whose least value is not 0")
         masks = _boxes(defense["masks"], "defense.masks", defense["wrap"], grid)
         threshold = Fraction(int(spelled[1]), int(spelled[2] or 1))
+        if threshold.denominator > LARGEST_DENOMINATOR:
+            raise Refused(f"`defense.threshold` must have a denominator of at most {LARGEST_DENOMINATOR}")
         return RobustMasking(masks, threshold, units["high"], units["bounded"])
     raise Refused("`defense.name` must be RobustMasking, DoubleMasking, ClippedSum or MajorityVote")
 
 
-def _sums(maps: Integers) -> list[int]:
-    return [int(total) for total in maps.sum(axis=(1, 2))]
+def _sums(maps: Integers) -> Integers:
+    """The sum of each map."""
+    return np.asarray(maps.sum(axis=(1, 2)))
 
 
-def _smallest(table: list[list[int]], label: int) -> tuple[list[int], set[int]]:
-    """From margins[window][class]: the smallest of each window, and the rivals that attain the smallest of all."""
-    rivals = [[(margin, k) for k, margin in enumerate(row) if k != label] for row in table]
-    per_window = [min(row)[0] for row in rivals]
-    return per_window, {k for row in rivals for margin, k in row if margin == min(per_window)}
+def _smallest(rows: Iterable[Integers], label: int) -> tuple[list[int], set[int]]:
+    """From the margins against every class, one row per window: the smallest of each window, and the closest rivals."""
+    per_window, per_class = [], np.array(NO_RIVAL)
+    for row in rows:
+        row[label] = NO_RIVAL
+        per_window.append(int(row.min()))
+        per_class = np.minimum(per_class, row)
+    return per_window, {int(k) for k in np.flatnonzero(per_class == min(per_window))}
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -522,8 +603,10 @@ def read(data: bytes) -> tuple[dict[str, Any], Integers]:
     if digests["evidence"] != hashlib.sha256(array).hexdigest():
         raise Refused("the digest of its evidence does not match: it is damaged")
     shape = [_whole(size, "shape", 1, LARGEST_EVIDENCE) for size in _sequence(claim["shape"], "shape", 3, 4)]
-    if math.prod(shape) > LARGEST_EVIDENCE or shape[-3] < 2 or (len(shape) == 4 and shape[0] != 3):
-        raise Refused(f"`shape` must be two classes or more, and at most {LARGEST_EVIDENCE} entries in all")
+    if shape[-3] < 2 or (len(shape) == 4 and shape[0] != 3):
+        raise Refused("`shape` must be two classes or more, three layers or one")
+    if math.prod(shape) > LARGEST_EVIDENCE or shape[-2] * shape[-1] > LARGEST_GRID:
+        raise Refused(f"`shape` must have at most {LARGEST_GRID} cells, and {LARGEST_EVIDENCE} entries in all")
     header = array_header(shape)
     if array[: len(header)] != header or len(array) != len(header) + 8 * math.prod(shape):
         raise Refused(f"its evidence must be an array of 64-bit integers of shape {shape}")

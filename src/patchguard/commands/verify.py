@@ -2,15 +2,13 @@
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import asdict
+from typing import Annotated
 
 import typer
 
 from patchguard import verify as checker
 from patchguard.errors import InputError
-
-if TYPE_CHECKING:
-    pass
 
 
 def verify(
@@ -21,8 +19,9 @@ def verify(
 ) -> None:
     """Check certificate files: one line each says valid or invalid, and why.
 
-    Without --model, the proof is checked: that the claim follows from the evidence and the field in the file. With
-    --model and --image, the evidence and the field are computed anew as well, and every digest is compared.
+    Without --model, the proof is checked: that the claim follows from the evidence and the field in the file. The
+    line then says that it holds if these are the network's. With --model and --image, the evidence and the field are
+    computed anew as well, and every digest is compared.
 
     Exit status 0: all files are valid. 1: some are not.
     """
@@ -31,7 +30,8 @@ def verify(
     against = _against(model, image) if model else None
     verdicts = [_checked(file, against) for file in files]
     for file, verdict in zip(files, verdicts, strict=True):
-        found = {"file": file, "valid": verdict.valid, "certified": verdict.certified, "reason": verdict.reason}
+        condition = checker.CONDITION if verdict.valid and against is None else None
+        found = {"file": file, **asdict(verdict), "condition": condition}
         typer.echo(json.dumps(found) if as_json else f"{file if file.isprintable() else ascii(file)}: {verdict}")
     if not all(verdict.valid for verdict in verdicts):
         raise typer.Exit(1)
@@ -42,7 +42,7 @@ def _checked(file: str, against: Callable[[bytes], tuple[bool, str]] | None) -> 
         data = checker.load(file)
     except checker.Refused as refusal:
         return checker.Verdict(valid=False, certified=False, reason=str(refusal))
-    verdict = checker.check_bytes(data)
+    verdict = checker.check_bytes(data, checker.CONDITION if against is None else "")
     if not verdict.valid or against is None:
         return verdict
     agrees, told = against(data)

@@ -22,9 +22,9 @@ from patchguard.experiments.batches import Batch, Failure, ahead, blocks_of, gro
 from patchguard.experiments.certificate_folder import CertificateFolder, certificate_name
 from patchguard.experiments.job import Job
 from patchguard.experiments.loop import AHEAD, Loop, Outcome, check_complete, entered, failures_of, kept, placed, pool
-from patchguard.experiments.metrics import Tally, summarise
+from patchguard.experiments.metrics import Tally, make_summary, summarise
 from patchguard.experiments.plan import Plan, Proofs, answers, entries_of
-from patchguard.experiments.records import FORMAT, Folder, Record
+from patchguard.experiments.records import Folder, Record
 from patchguard.experiments.resume import check_images
 
 Progress = Callable[[Tally], None]
@@ -104,15 +104,7 @@ def _finish(job: Job, folder: Folder, settings: dict[str, Any], work: "_Work") -
         work.loop.refusal((record["size"][0], record["size"][1]))  # traces the network where that is still to be done
     with pool(work.loop.workers) as workers:
         gallery.save(folder, chosen, list(workers.map(work.view, [record for _, record in chosen])))
-    stamp = folder.run() or {}
-    masks = {key: entry["masks"] for key, entry in found["patches"].items()}
-    summary = {
-        "format": FORMAT,
-        **found,
-        "seconds": work.loop.seconds(found["images"]),
-        "settings": {**stamp["settings"], "masks": masks},
-        "environment": stamp["environment"],
-    }
+    summary = make_summary(found, folder.run() or {}, work.loop.seconds(found["images"]))
     folder.write("summary.json", summary)
     return summary
 

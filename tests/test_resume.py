@@ -237,6 +237,16 @@ def test_a_file_where_none_will_be_written_is_another_runs(run, photos, tmp_path
     refused(run("--certificates", tmp_path / "files", out="again"), f"{taken} is there already")
 
 
+def test_a_file_about_another_patch_is_another_runs(run, tmp_path):
+    """Where a rule has no masks, nothing but the patch itself tells its files apart."""
+    files, words = tmp_path / "files", ("--certificates", tmp_path / "files", "--defense", "ClippedSum")
+    assert run(*words, "--patch", "3", "--limit", "2").exit_code == 0
+    for path in files.glob("*2x2.pgc"):
+        path.unlink()
+    (files / "000001-3x3.pgc").rename(files / "000001-2x2.pgc")
+    refused(run(*words, "--limit", "2", out="again"), "000001-2x2.pgc is there already and is about another")
+
+
 @pytest.mark.parametrize(
     ("finished", "change"), [(True, "gone"), (True, "damaged"), (False, "gone"), (False, "another's")]
 )

@@ -41,14 +41,16 @@ def test_a_file_cut_anywhere_keeps_its_whole_lines_and_can_be_appended_to(folder
 
 
 def test_a_torn_line_longer_than_a_block_is_dropped_and_all_before_it_kept(folder):
-    fill(folder, range(3))
-    (shard,) = folder.shards()
-    whole = shard.read_bytes()
-    for torn in (70_000, 200_000):
-        shard.write_bytes(whole + b'{"index":3,"name":"' + b"x" * torn)
-        fill(folder, [3])
-        assert [record["index"] for record in folder.records()] == [0, 1, 2, 3]
-        assert shard.read_bytes().startswith(whole)
+    for count in (3, 3000):  # less and more than a block of 64 KiB
+        fill(folder, range(count))
+        (shard,) = folder.shards()
+        whole = shard.read_bytes()
+        for torn in (20, 65_535, 65_536, 65_537, 200_000):
+            shard.write_bytes(whole + b"x" * torn)
+            fill(folder, [count])
+            assert [record["index"] for record in folder.records()] == list(range(count + 1))
+            assert shard.read_bytes().startswith(whole)
+        shard.unlink()
 
 
 def test_a_system_that_writes_a_little_at_a_time_loses_nothing(folder, monkeypatch):
@@ -148,6 +150,8 @@ def test_other_versions_are_refused_with_a_choice_and_mixed_ones_are_kept(folder
             told = f"other versions, .*: {name} {HERE[name]}, not 9. Give --mix-versions .* or another --out"
             with pytest.raises(InputError, match=told):
                 folder.begin({**RUN, "environment": {**HERE, name: "9"}})
+        with pytest.raises(InputError, match=r"torch 2\.0, not 2\."):
+            folder.begin({**RUN, "environment": {**HERE, "torch": "2."}})
         assert folder.run()["environment"] == HERE
         folder.begin({**RUN, "environment": {**HERE, "torch": "9"}}, mix_versions=True)
         assert folder.run()["environment"] == {**HERE, "torch": "2.0 and 9"}

@@ -108,9 +108,9 @@ def _device(name: str) -> torch.device:
 def check_complete(found: dict[str, Any], job: Job, folder: Folder, done: str) -> None:
     """Raise unless the summed records are those of all images, each once, and at least one could be `done`."""
     recorded = mark_recorded(folder, len(job.source))
-    if not all(recorded) or found["images"] != len(recorded):
+    if not all(recorded):
         raise InputError(
-            f"{folder.path} holds {found['images']} records for {len(job.source)} images. "
+            f"{folder.path} holds {sum(recorded)} records for {len(job.source)} images. "
             "Remove the folder and start the run anew."
         )
     if found["errors"] == found["images"]:

@@ -1,11 +1,12 @@
 """Finished run folders for tests of the report, made up from seeded numbers and pictures of the embedded sample."""
 
-import json
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from patchguard.experiments.metrics import make_summary, summarise
+from patchguard.experiments.records import Folder
 
 ENVIRONMENT = {
     "patchguard": "0.1.0",
@@ -19,6 +20,7 @@ ENVIRONMENT = {
     "cuda": None,
     "cudnn": None,
 }
+SECONDS = {"total": 41.7, "network": 37.9, "images_per_second": 12.0}
 EVIDENCE = {"kind": "logits", "low": None, "high": None, "drift": 0.001, "threshold": 0.2, "bits": 20}
 CIFAR10 = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
@@ -33,11 +35,15 @@ def fabricate(
     certified: float = 0.6,
     errors: int = 0,
     curve: tuple[int, ...] = (1, 2, 3, 5, 8),
+    unmeasured: tuple[int, ...] = (),
     pictures: int = 24,
     seed: int = 0,
     **settings: Any,
 ) -> Path:
-    """Write a run folder: `certified` is about the share of images whose label is proved for the first patch."""
+    """Write a run folder: `certified` is about the share of images whose label is proved for the first patch.
+
+    `unmeasured` sides are so large that masks for them hide every cell; no record has them.
+    """
     draw = np.random.default_rng(seed)
     records: list[dict[str, Any]] = []
     for index in range(images):
@@ -55,6 +61,7 @@ def fabricate(
                 "weakest": 17,
                 "window": [4, 15, 6, 17],
                 "box": [7, 9, 5, 5],
+                "masks": "own" if place == 0 else "refitted",
             }
         records.append(
             {
@@ -66,10 +73,16 @@ def fabricate(
                 "label": label,
                 "patches": entries,
                 "largest": max([side for side in curve if strength + 5 * (5 - side) > 0], default=0),
-                "refitted": {str(side): {"label": label, "certified": strength + 6 * (5 - side) > 0} for side in curve},
+                "refitted": {
+                    str(side): {"label": label, "certified": strength + 6 * (5 - side) > 0}
+                    for side in curve
+                    if side not in unmeasured
+                },
             }
         )
-    records += [{"index": images + k, "name": f"broken-{k}.jpg", "error": "is truncated"} for k in range(errors)]
+    records += [
+        {"index": images + k, "name": f"broken-{k}.jpg", "target": None, "error": "is truncated"} for k in range(errors)
+    ]
     return save(
         folder,
         records,
@@ -88,7 +101,6 @@ def made_settings(
         "data": "sample",
         "images": images,
         "patches": list(patches),
-        "masks": {patch: "own" if place == 0 else "refitted" for place, patch in enumerate(patches)},
         "defense": "DoubleMasking",
         "evidence": EVIDENCE,
         "threshold": None,
@@ -144,99 +156,16 @@ def save(
     settings: dict[str, Any],
     pictures: list[tuple[dict[str, Any], dict[str, np.ndarray]]],
 ) -> Path:
-    """Write all files of a finished run."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write all files of a finished run, with the package's own records and summary."""
     written = {patch: {"text": patch, "percent": None} for patch in settings["patches"]}
-    run = {"format": 1, "kind": "certify", "settings": settings, "patches": written}
-    (folder / "run.json").write_text(json.dumps(run | {"environment": ENVIRONMENT, "version": "0.1.0"}))
-    (folder / "records-0.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (folder / "summary.json").write_text(json.dumps(summarise(records, settings)))
-    (folder / "gallery.json").write_text(json.dumps([entry for entry, _ in pictures]))
+    run = {"kind": "certify", "settings": settings, "patches": written}
+    place = Folder(folder)
+    with place.locked(first=True):
+        place.begin(run | {"environment": ENVIRONMENT, "version": "0.1.0"})
+        with place.appending(0) as appender:
+            appender.append(records)
+        place.write("summary.json", make_summary(summarise(place.records(), settings), place.run() or {}, SECONDS))
+        place.write("gallery.json", [entry for entry, _ in pictures])
     arrays = {f"{name}_{place}": value for place, (_, each) in enumerate(pictures) for name, value in each.items()}
     np.savez(folder / "gallery.npz", **arrays)
     return folder
-
-
-def summarise(records: list[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of summary.json."""
-    good = [record for record in records if "error" not in record]
-    labelled, patches = settings["labelled"], settings["patches"]
-    summary: dict[str, Any] = {
-        "format": 1,
-        "images": len(records),
-        "errors": len(records) - len(good),
-        "labelled": labelled,
-        "patches": {},
-        "margins": {},
-        "curve": {"kept": {}, "refitted": {}},
-        "seconds": {"total": 41.7, "network": 37.9, "images_per_second": 12.0},
-        "settings": settings,
-        "environment": ENVIRONMENT,
-    }
-
-    def right(record: dict[str, Any], label: int) -> bool:
-        return not labelled or label == record["target"]
-
-    for patch in patches:
-        found = [(record, record["patches"][patch]) for record in good]
-        shares = {"proved": share(entry["certified"] for _, entry in found)}
-        if labelled:
-            shares["clean"] = share(right(record, entry["label"]) for record, entry in found)
-            shares["certified"] = share(right(r, entry["label"]) and entry["certified"] for r, entry in found)
-        summary["patches"][patch] = shares | {"masks": settings["masks"][patch]}
-        summary["margins"][patch] = histogram(found, labelled)
-    if labelled:
-        summary["undefended"] = share(record["undefended"] == record["target"] for record in good)
-        summary["classes"] = [
-            {
-                "name": name,
-                "of": len(members := [record for record in good if record["target"] == number]),
-                "clean": sum(record["label"] == number for record in members),
-                "certified": {
-                    patch: sum(
-                        record["patches"][patch]["label"] == number and record["patches"][patch]["certified"]
-                        for record in members
-                    )
-                    for patch in patches
-                },
-            }
-            for number, name in enumerate(settings["class_names"])
-        ]
-    word = "certified" if labelled else "proved"
-    for side in settings["curve"]:
-        kept = share(right(record, record["label"]) and record["largest"] >= side for record in good)
-        entries = [(record, record["refitted"][str(side)]) for record in good]
-        fitted = {word: share(right(r, entry["label"]) and entry["certified"] for r, entry in entries)}
-        if labelled:
-            fitted["clean"] = share(right(r, entry["label"]) for r, entry in entries)
-        summary["curve"]["kept"][str(side)] = kept
-        summary["curve"]["refitted"][str(side)] = fitted
-    return summary
-
-
-def histogram(found: list[tuple[dict[str, Any], dict[str, Any]]], labelled: bool) -> dict[str, Any]:
-    """Return counts of margins; zero is an edge."""
-    margins = [entry["margin"] for _, entry in found]
-    if not margins:
-        return {"edges": [], "certified": [], "not_certified": [], "wrong": []}
-    step = max((max(margins) - min(margins)) / 18, 0.5)
-    first, last = math.floor(min(margins) / step) - 1, math.ceil(max(margins) / step) + 1
-    edges = [round(step * place, 6) for place in range(min(first, 0), max(last, 0) + 1)]
-    groups: dict[str, list[float]] = {"certified": [], "not_certified": [], "wrong": []}
-    for record, entry in found:
-        wrong = labelled and entry["label"] != record["target"]
-        group = "wrong" if wrong else "certified" if entry["certified"] else "not_certified"
-        groups[group].append(entry["margin"])
-    return {"edges": edges} | {name: np.histogram(values, edges)[0].tolist() for name, values in groups.items()}
-
-
-def share(truths: Any) -> dict[str, Any]:
-    """Return a count with its share and 95 % Wilson interval."""
-    values = [bool(truth) for truth in truths]
-    right, of = sum(values), len(values)
-    if of == 0:
-        return {"right": 0, "of": 0, "share": 0.0, "low": 0.0, "high": 1.0}
-    z, rate = 1.959963984540054, right / of
-    middle, spread = rate + z * z / (2 * of), z * math.sqrt(rate * (1 - rate) / of + z * z / (4 * of * of))
-    low, high = (middle - spread) / (1 + z * z / of), (middle + spread) / (1 + z * z / of)
-    return {"right": right, "of": of, "share": rate, "low": max(0.0, low), "high": min(1.0, high)}

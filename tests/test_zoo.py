@@ -1,6 +1,7 @@
 """Guards as files: what is saved is what is loaded, and a file that is not right is refused whole."""
 
 import json
+import shutil
 from dataclasses import replace
 from fractions import Fraction
 
@@ -236,6 +237,62 @@ def test_a_preset_certifies_end_to_end():
 def test_unknown_names_get_a_hint(ask, message):
     with pytest.raises(InputError, match=message):
         ask()
+
+
+# -- names mean names --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A working directory, with a folder of models for PATCHGUARD_ZOO below it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setenv(zoo.FOLDER, str(tmp_path / "mine"))
+    return tmp_path
+
+
+EMBEDDED = zoo.CHECKPOINTS / "cifar10.safetensors"
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_file_or_folder_called_like_a_model_does_not_replace_it(elsewhere, kind):
+    zoo.save(srf_guard(), elsewhere / "cifar10") if kind == "file" else (elsewhere / "cifar10").mkdir()
+    assert zoo.load("cifar10").model.classes == zoo.find("cifar10").model.classes == 10
+    assert zoo.recipe("cifar10") == zoo.inspect(EMBEDDED)["recipe"]
+    assert zoo.file_of("cifar10") == zoo.ModelFile(EMBEDDED, zoo.inspect(EMBEDDED)["digest"])
+    if kind == "file":
+        assert zoo.load("./cifar10").model.classes == 3
+        assert zoo.load(elsewhere / "cifar10").model.classes == 3
+        assert "cifar10, digest " in str(zoo.file_of("./cifar10"))
+    else:
+        with pytest.raises(InputError, match=r"no file is at `\./cifar10`"):
+            zoo.load("./cifar10")
+
+
+def test_two_models_of_one_name_are_refused_and_two_copies_are_not(elsewhere):
+    shutil.copy(EMBEDDED, elsewhere / "mine" / "cifar10.safetensors")
+    assert zoo.file_of("cifar10").path == EMBEDDED
+    zoo.save(srf_guard(), elsewhere / "mine" / "cifar10.safetensors")
+    for ask in (zoo.load, zoo.find, zoo.file_of, zoo.recipe):
+        with pytest.raises(InputError, match=r"'cifar10' names two different models: .* Give the path of the one"):
+            ask("cifar10")
+    assert zoo.load("mine/cifar10.safetensors").model.classes == 3
+    (elsewhere / "mine" / "cifar10.safetensors").write_bytes(b"damaged")
+    with pytest.raises(InputError, match="names two different models"):
+        zoo.load("cifar10")
+
+
+def test_a_name_of_ones_own_is_found_in_ones_own_folder(elsewhere):
+    zoo.save(srf_guard(), elsewhere / "mine" / "small.safetensors")
+    assert zoo.load("small").model.classes == 3
+    assert "small" in {entry.name for entry in zoo.available()}
+
+
+def test_a_file_without_a_suffix_is_named_with_its_folder(elsewhere):
+    zoo.save(srf_guard(), elsewhere / "weights")
+    with pytest.raises(InputError, match=r"`weights` is not a known name. Write \./weights for the file that is here"):
+        zoo.load("weights")
+    assert zoo.load("./weights").model.classes == 3
 
 
 # -- bad files ---------------------------------------------------------------------------------------------------------

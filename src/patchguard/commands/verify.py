@@ -56,7 +56,9 @@ def _against(model: str, image: str) -> Callable[[bytes], tuple[bool, str]]:
     from patchguard import certificate_file, zoo
     from patchguard.data.decode import decode
 
-    guard, pixels = zoo.find(model), decode(image)
+    guard, file, pixels = zoo.find(model), zoo.file_of(model), decode(image)
+    if file is not None:
+        typer.echo(f"model: {file}", err=True)
 
     def compare(data: bytes) -> tuple[bool, str]:
         difference = certificate_file.difference(data, guard, pixels)

@@ -13,7 +13,10 @@ VARIABLE = "PATCHGUARD_DATA"
 @final
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One dataset. `train` and `test` count its images; 0 where the split is ours, with all images in `train`."""
+    """One dataset. `train` and `test` count its images; 0 where the split is ours, with all images in `train`.
+
+    `download` is the size of its archive in bytes, rounded up, where we fetch it.
+    """
 
     name: str
     description: str
@@ -22,6 +25,7 @@ class Entry:
     origin: str
     terms: str
     layout: str
+    download: int = 0
 
 
 CATALOG = {
@@ -44,6 +48,7 @@ CATALOG = {
             origin="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
             terms="cite Krizhevsky 2009",
             layout="cifar-10-batches-bin/data_batch_1.bin ... test_batch.bin",
+            download=171_000_000,
         ),
         Entry(
             name="imagenette",
@@ -53,6 +58,7 @@ CATALOG = {
             origin="https://s3.amazonaws.com/fast-ai-imageclas/imagenette2-320.tgz",
             terms="those of ImageNet: research, not for redistribution",
             layout="train/n01440764/*.JPEG ... val/n03888257/*.JPEG",
+            download=342_000_000,
         ),
         Entry(
             name="imagenet",

@@ -19,6 +19,7 @@ TEST = {"test_batch.bin": "803d5f7f4d78ea53de84dbe85f74fb6d"}
 FOLDER = "cifar-10-batches-bin"
 SIDE = 32
 RECORD = 1 + 3 * SIDE * SIDE
+FILE = 10_000 * RECORD  # bytes of each file
 
 
 def read(

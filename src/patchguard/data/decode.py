@@ -27,6 +27,13 @@ from patchguard.runtime import quiet
 
 # Checked before any pixel is decoded: a file of some kilobytes may claim to hold terabytes.
 MOST_PIXELS = 100_000_000
+MOST_BYTES = 1 << 30  # of memory, at the peak of decoding one image
+TILE = 1 << 22  # pixels that are converted at once
+
+# Bytes per pixel that Pillow holds of an image in a mode, and that the decoder of a format takes besides, as measured.
+STORED = {**dict.fromkeys(("1", "L", "P"), 1), **dict.fromkeys(("I;16", "I;16B", "I;16L", "I;16N"), 2)}
+DECODER = {"AVIF": 8, "JPEG": 6, "JPEG2000": 21, "MPO": 6, "TIFF": 8, "WEBP": 12}
+OURS = 3
 
 # No format that runs another program (EPS) or has no agreed meaning as a picture.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
@@ -88,8 +95,9 @@ def _decoded(file: io.BufferedReader | io.BytesIO, name: str) -> UInt8[Tensor, "
             with Image.open(file, formats=_formats()) as image:
                 if image.width * image.height > MOST_PIXELS:
                     raise Unreadable(name, _too_large(f"{image.width} x {image.height}"))
+                _check_memory(image, max(DECODER.get(image.format or "", 0), OURS))
                 image.load()
-                pixels = _colours(_upright(image))
+                pixels = _pixels(_upright(image))
         except Unreadable as error:
             raise Unreadable(name, error.reason) from None
         except UnidentifiedImageError:
@@ -98,11 +106,22 @@ def _decoded(file: io.BufferedReader | io.BytesIO, name: str) -> UInt8[Tensor, "
             raise Unreadable(name, _too_large("more than twice as many")) from None
         except Exception as error:  # Pillow's decoders raise nearly anything on damaged files
             raise Unreadable(name, f"is damaged or incomplete ({_brief(error)})") from None
-    return torch.from_numpy(pixels.transpose(2, 0, 1).copy())
+    return torch.from_numpy(pixels)
 
 
 def _too_large(found: str) -> str:
     return f"is larger than the limit of {MOST_PIXELS:,} pixels ({found})"
+
+
+def _check_memory(image: Image.Image, besides: int) -> None:
+    """Raise where Pillow's pixels and `besides` bytes per pixel are more than decoding may take."""
+    needed = image.width * image.height * (STORED.get(image.mode, 4) + besides)
+    if needed > MOST_BYTES:
+        raise Unreadable(
+            "",
+            f"takes {needed / 2**30:.2f} GiB to decode, more than the limit of {MOST_BYTES / 2**30:.2f} GiB "
+            f"({image.width} x {image.height} pixels of {image.mode}, {image.format})",
+        )
 
 
 def _brief(error: Exception) -> str:
@@ -123,12 +142,27 @@ def _upright(image: Image.Image) -> Image.Image:
         way = None
     if way is None:
         return image
+    _check_memory(image, STORED.get(image.mode, 4) + OURS)  # both lie in memory
     turned = image.transpose(way)
     turned.info.update({key: value for key, value in image.info.items() if key == "transparency"})
     return turned
 
 
 # -- colours -----------------------------------------------------------------------------------------------------------
+
+
+def _pixels(image: Image.Image) -> UInt8[np.ndarray, "3 height width"]:
+    """Return the colours, converted tile by tile: what is held between lies in memory for one tile alone."""
+    pixels = np.empty((3, image.height, image.width), np.uint8)
+    columns = min(image.width, TILE)
+    rows = max(1, TILE // columns)
+    for top in range(0, image.height, rows):
+        for left in range(0, image.width, columns):
+            bottom, right = min(top + rows, image.height), min(left + columns, image.width)
+            whole = (bottom - top, right - left) == (image.height, image.width)
+            tile = image if whole else image.crop((left, top, right, bottom))
+            pixels[:, top:bottom, left:right] = _colours(tile).transpose(2, 0, 1)
+    return pixels
 
 
 def _colours(image: Image.Image) -> UInt8[np.ndarray, "height width 3"]:
@@ -142,15 +176,16 @@ def _colours(image: Image.Image) -> UInt8[np.ndarray, "height width 3"]:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         image = Image.alpha_composite(white, image)
-    return np.array(image.convert("RGB"))
+    return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
 
 
 def _from_16_bits(image: Image.Image) -> UInt8[np.ndarray, "height width 3"]:
-    values = np.asarray(image).astype(np.int64)
+    values = np.asarray(image)
     if values.min() < 0 or values.max() > 65535:
         raise Unreadable("", "holds values of more than 16 bits, of which none is known to be white")
-    grey = (values + 128) // 257  # 65535 = 255 * 257
+    # round(value / 257), since 65535 = 255 * 257; value + 128 would not fit into 16 bits.
+    grey = (values // 257 + (values % 257 > 128)).astype(np.uint8)
     clear = image.info.get("transparency")
     if isinstance(clear, int):
         grey[values == clear] = 255
-    return np.repeat(grey[..., None], 3, axis=2).astype(np.uint8)
+    return np.broadcast_to(grey[..., None], (*grey.shape, 3))

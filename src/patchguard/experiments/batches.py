@@ -34,10 +34,11 @@ class Batch:
 @final
 @dataclass(frozen=True)
 class Failure:
-    """An image that cannot be certified, and why."""
+    """An image that cannot be certified, why, and the digest of its pixels where it could be decoded."""
 
     place: int
     reason: str
+    digest: str | None = None
 
 
 def blocks_of(count: int, size: int) -> list[range]:

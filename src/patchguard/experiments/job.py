@@ -44,6 +44,7 @@ class Job:
     data: str
     certificates: Path | None
     patch_space: Space = "source"  # "input": images are resized and cropped first, and `source` holds the results
+    file: zoo.ModelFile | None = None  # that the guard was read from
     fitted: str | None = None  # to which patch in which size another defense was fitted; None keeps the model's masks
 
     @property
@@ -51,6 +52,11 @@ class Job:
         """The names of the model's classes; numbers where nobody names them."""
         numbers = tuple(str(number) for number in range(self.guard.model.classes))
         return self.guard.class_names or self.source.class_names or numbers
+
+    @property
+    def model_file(self) -> dict[str, str] | None:
+        """The name and digest of the guard's file, for run.json."""
+        return None if self.file is None else {"name": self.file.path.name, "digest": self.file.digest}
 
     def settings(self) -> dict[str, Any]:
         """Return every setting as JSON values, for run.json."""
@@ -131,6 +137,7 @@ def prepare(
         data=Path(data).name if Path(data).is_absolute() else data,
         certificates=certificates,
         patch_space=space,
+        file=zoo.file_of(model),
         fitted=f"{asked[0].height}x{asked[0].width} in {size[0]}x{size[1]}" if defense else None,
     )
     job.plan(size)  # raises here, before anything is written, where nothing could be certified

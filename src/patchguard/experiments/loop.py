@@ -10,9 +10,9 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, final, runtime_checkable
@@ -22,12 +22,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from patchguard import runtime
+from patchguard.certificate_file import image_digest
 from patchguard.errors import InputError
 from patchguard.evidence import EvidenceMap
 from patchguard.experiments.batches import Batch, Failure, ahead, blocks_of, grouped
+from patchguard.experiments.certificate_folder import CertificateFolder
 from patchguard.experiments.job import Job, as_floats
 from patchguard.experiments.plan import Plan
 from patchguard.experiments.records import Folder, Record
+from patchguard.experiments.resume import mark_recorded
 
 BATCH_SIZE = {"cpu": 16, "cuda": 512}
 PLANS = 256  # sizes of images whose plans are kept
@@ -58,21 +61,31 @@ class Outcome:
 
 
 @contextmanager
-def entered(folder: Folder, stamp: dict[str, Any]) -> Iterator[Callable[[], None]]:
+def entered(
+    folder: Folder,
+    stamp: dict[str, Any],
+    check: Callable[[], None],
+    *,
+    others: Sequence[CertificateFolder] = (),
+    mix_versions: bool = False,
+) -> Iterator[Callable[[], None]]:
     """Hold the folder of a run, together with the other processes of torchrun; yield a barrier for them.
 
     The first process writes run.json, or checks that the run which is there is this one, before the others come in.
+    `check` looks at what is in the folder, and `others` are held with it.
     """
     first = runtime.rank() == 0
-    with runtime.barrier_group() as barrier:
+    with runtime.barrier_group() as barrier, ExitStack() as stack:
         if not first:
             barrier()  # until the first process has made the folder and holds it
-        with folder.locked(first=first) as lock:
-            if first:
-                folder.begin(stamp)
+        locks = [stack.enter_context(folder.locked(first=first))]
+        locks += [stack.enter_context(each.locked(first=first)) for each in others]
+        if first:
+            folder.begin(stamp, check, mix_versions=mix_versions)
+            for lock in locks:
                 lock.share()
-                barrier()
-            yield barrier
+            barrier()
+        yield barrier
 
 
 def placed(job: Job, device: str, batch_size: int | None) -> tuple[torch.device, int]:
@@ -93,10 +106,11 @@ def _device(name: str) -> torch.device:
 
 
 def check_complete(found: dict[str, Any], job: Job, folder: Folder, done: str) -> None:
-    """Raise unless the summed records are those of all images, and at least one could be `done`."""
-    if found["images"] != len(job.source):
+    """Raise unless the summed records are those of all images, each once, and at least one could be `done`."""
+    recorded = mark_recorded(folder, len(job.source))
+    if not all(recorded):
         raise InputError(
-            f"{folder.path} holds {found['images']} records for {len(job.source)} images. "
+            f"{folder.path} holds {sum(recorded)} records for {len(job.source)} images. "
             "Remove the folder and start the run anew."
         )
     if found["errors"] == found["images"]:
@@ -185,14 +199,8 @@ class Loop(Generic[Counted]):
 
     def _left(self, folder: Folder) -> list[range]:
         """Count the records that are there, and return the blocks of this process in which some are missing."""
-        self.done = done = bytearray(len(self.job.source))
+        self.done = done = mark_recorded(folder, len(self.job.source))
         for record in folder.records():
-            if record["index"] >= len(done) or done[record["index"]]:
-                raise InputError(
-                    f"image {record['index']} should not be in {folder.path}, or is there twice. "
-                    "Remove the folder and start the run anew."
-                )
-            done[record["index"]] = 1
             self.before += 1
             self.tally.add(record)
         blocks = blocks_of(len(done), self.batch_size)[runtime.rank() :: runtime.world_size()]
@@ -200,7 +208,7 @@ class Loop(Generic[Counted]):
 
     def _refused(self, batch: Batch) -> list[Failure]:
         reason = self.refusal(batch.size)
-        return [] if reason is None else [Failure(place, reason) for place in batch.places]
+        return [] if reason is None else failures_of(batch, reason, range(len(batch.places)))
 
     def refusal(self, size: tuple[int, int]) -> str | None:
         """Return why nothing can be done with images of this size, if so, before the network sees them."""
@@ -243,21 +251,27 @@ class Loop(Generic[Counted]):
 
     def failure(self, failure: Failure) -> Record:
         """Return the record of an image with which nothing can be done."""
-        return {**self.named(failure.place), "error": failure.reason}
+        return {**self.named(failure.place), "image": failure.digest, "error": failure.reason}
 
     def failures(self, batch: Batch, error: InputError) -> list[Record]:
         """Return the records of a batch with which nothing can be done."""
-        return [self.failure(Failure(place, self.because(error))) for place in batch.places]
+        return [self.failure(each) for each in failures_of(batch, self.because(error), range(len(batch.places)))]
 
     def sorted_out(self, batch: Batch, evidence: EvidenceMap) -> tuple[list[Record], list[int]]:
         """Return the records of images whose evidence is not finite, and the rows of the others."""
         finite = evidence.finite.tolist()
-        bad = [place for place, good in zip(batch.places, finite, strict=True) if not good]
-        return [self.failure(Failure(place, NOT_FINITE)) for place in bad], [r for r, good in enumerate(finite) if good]
+        bad = [row for row, good in enumerate(finite) if not good]
+        made = [self.failure(each) for each in failures_of(batch, NOT_FINITE, bad)]
+        return made, [row for row, good in enumerate(finite) if good]
 
     def because(self, error: InputError) -> str:
         """Return an error as the reason in a record."""
         return f"cannot be {self.verb}: {error}".rstrip(".")
+
+
+def failures_of(batch: Batch, reason: str, rows: Iterable[int]) -> list[Failure]:
+    """Return these images of a batch as failures for one reason."""
+    return [Failure(batch.places[row], reason, image_digest(batch.images[row])) for row in rows]
 
 
 @contextmanager

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
+from patchguard.experiments.records import FORMAT
+
 Share = dict[str, float | int | None]
 
 NORMAL_95 = 1.959963984540054  # 95 % of a normal distribution lie within so many deviations
@@ -44,6 +46,20 @@ def summarise(records: Iterable[Mapping[str, Any]], settings: Mapping[str, Any])
     for record in records:
         tally.add(record)
     return tally.summary()
+
+
+def make_summary(
+    found: Mapping[str, Any], stamp: Mapping[str, Any], seconds: Mapping[str, float | None]
+) -> dict[str, Any]:
+    """Return summary.json: what the records say, with settings and versions out of run.json."""
+    masks = {key: entry["masks"] for key, entry in found["patches"].items()}
+    return {
+        "format": FORMAT,
+        **found,
+        "seconds": dict(seconds),
+        "settings": {**stamp["settings"], "masks": masks},
+        "environment": stamp["environment"],
+    }
 
 
 @final

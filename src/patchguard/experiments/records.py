@@ -1,6 +1,6 @@
 """`Folder`: a run on disk. Settings once, one line per image, appended; readable after a kill at any moment.
 
-    run.json                 every setting; written first, never changed
+    run.json                 every setting; written first; a later start with other versions adds them
     records-<shard>.jsonl    one line per image, in any order; a shard is what one process wrote
     summary.json             written last: where it exists, the run is finished
 
@@ -11,7 +11,7 @@ image is lost and none is there twice. One run at a time may write: a lock that 
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,10 @@ LOCK = ".lock"
 
 # How a run was divided among processes does not change what it records.
 FREE = ("shards",)
+
+# What rounds numbers: another release may give other ones.
+VERSIONS = ("patchguard", "torch")
+AND = " and "  # between the versions that one run was made with
 
 Record = dict[str, Any]
 
@@ -87,12 +91,19 @@ class Folder:
             lock.take(fcntl.LOCK_EX if first else fcntl.LOCK_SH)
             yield lock
 
-    def begin(self, run: Mapping[str, Any]) -> None:
-        """Write run.json, or check that the run that is already here has the same settings."""
+    def begin(
+        self, run: Mapping[str, Any], check: Callable[[], None] = lambda: None, *, mix_versions: bool = False
+    ) -> None:
+        """Write run.json, or check that the run that is already here has the same settings and versions.
+
+        `check` is called before anything is written, once the settings are known to be the same. `mix_versions` lets
+        other versions go on with the run, and adds them to run.json. A finished run may have any.
+        """
         there = self.run()
         if there is None:
             if self.shards() or self.summary() is not None:
                 raise InputError(f"{self.path} holds records without run.json. {_ANEW}")
+            check()
             self.write("run.json", {"format": FORMAT, **run})
             return
         if there.get("kind") != run.get("kind"):
@@ -107,15 +118,42 @@ class Folder:
             raise InputError(
                 f"{self.path} holds a run with other settings: {told}. Give another --out, or remove that folder."
             )
+        both = None if self.summary() is not None else self._mixed(there, run, mix_versions=mix_versions)
+        check()
+        if both is not None:
+            self.write("run.json", both)
+
+    def _mixed(self, there: dict[str, Any], run: Mapping[str, Any], *, mix_versions: bool) -> dict[str, Any] | None:
+        """Return run.json with the versions of this start, too; None where they are known already."""
+        began, here = there.get("environment") or {}, run.get("environment") or {}
+        others = {
+            name: (str(began[name]), str(here[name]))
+            for name in VERSIONS
+            if name in began and name in here and str(here[name]) not in str(began[name]).split(AND)
+        }
+        if not others:
+            return None
+        if not mix_versions:
+            told = "; ".join(f"{name} {kept}, not {found}" for name, (kept, found) in others.items())
+            raise InputError(
+                f"{self.path} was begun with other versions, which may round differently: {told}. "
+                "Give --mix-versions to go on all the same, or another --out to begin anew."
+            )
+        both = {name: f"{kept}{AND}{found}" for name, (kept, found) in others.items()}
+        return {**there, "environment": {**began, **both}}
 
     @contextmanager
     def appending(self, shard: int) -> Iterator["Appender"]:
         """Open the records of one shard for appending, without what is left of a torn line."""
-        descriptor = os.open(self.path / f"records-{shard:05d}.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        path = self.path / f"records-{shard:05d}.jsonl"
+        with _said_of(path):
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            os.ftruncate(descriptor, _whole(descriptor))
-            yield Appender(descriptor)
-            os.fsync(descriptor)
+            with _said_of(path):
+                os.ftruncate(descriptor, _whole(descriptor))
+            yield Appender(descriptor, path)
+            with _said_of(path):
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -127,16 +165,13 @@ class Folder:
         """Write a file, all or nothing; `durable` waits until it would survive a power failure, too."""
         draft = self.path / f".{name}.{os.getpid()}.draft"
         try:
-            with open(draft, "wb") as file:
-                file.write(content)
-                if durable:
-                    file.flush()
-                    os.fsync(file.fileno())
-            os.replace(draft, self.path / name)
-        except OSError as error:
-            raise InputError(
-                f"{self.path / name} cannot be written: {error.strerror}. Make room, or go elsewhere."
-            ) from None
+            with _said_of(self.path / name):
+                with open(draft, "wb") as file:
+                    file.write(content)
+                    if durable:
+                        file.flush()
+                        os.fsync(file.fileno())
+                os.replace(draft, self.path / name)
         finally:
             with suppress(OSError):
                 draft.unlink()
@@ -157,10 +192,11 @@ class Folder:
 @final
 @dataclass(frozen=True)
 class Lock:
-    """The lock on a run's folder."""
+    """The lock on a run's folder; where it is not `needed`, a file system without locks will do."""
 
     descriptor: int
     path: Path
+    needed: bool = True
 
     def share(self) -> None:
         """Let the other processes of this run in; a second run stays out."""
@@ -170,9 +206,11 @@ class Lock:
         """Take the lock, or change its kind, without waiting."""
         try:
             fcntl.flock(self.descriptor, kind | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
+            if not self.needed and not isinstance(error, BlockingIOError):
+                return
             raise InputError(
-                f"another process is working in {self.path}. Wait until it ends, or give another --out."
+                f"another process is working in {self.path}. Wait until it ends, or give another folder."
             ) from None
 
 
@@ -182,13 +220,30 @@ class Appender:
     """Appends records to one file."""
 
     descriptor: int
+    path: Path
 
     def append(self, records: list[Record]) -> None:
-        """Append records; once this returns, a kill of the process cannot lose them."""
+        """Append records, all or none; once this returns, a kill of the process cannot lose them."""
         lines = "".join(json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n" for record in records)
         left = memoryview(lines.encode())
-        while left:
-            left = left[os.write(self.descriptor, left) :]
+        end = os.fstat(self.descriptor).st_size
+        with _said_of(self.path):
+            try:
+                while left:
+                    left = left[os.write(self.descriptor, left) :]
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(self.descriptor, end)  # what comes later must not continue half a line
+                raise
+
+
+@contextmanager
+def _said_of(path: Path) -> Iterator[None]:
+    """Say in one sentence which file cannot be written, and why."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}. Make room, or go elsewhere.") from None
 
 
 def _whole(descriptor: int, block: int = 1 << 16) -> int:

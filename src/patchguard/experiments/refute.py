@@ -12,6 +12,7 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -36,6 +37,7 @@ from patchguard.experiments.job import Job, as_floats
 from patchguard.experiments.loop import Loop, Outcome, check_complete, entered, placed, pool
 from patchguard.experiments.plan import Task
 from patchguard.experiments.records import FORMAT, Folder, Record
+from patchguard.experiments.resume import check_images
 
 EACH = 8  # pictures per group in the report
 ELSEWHERE = ("top_k", "curve", "certificates")  # settings of certify that an attack has not
@@ -120,16 +122,24 @@ class Hunt:
 
 
 def refute(
-    trial: Trial, path: Path, *, device: str = "auto", batch_size: int | None = None, progress: Progress | None = None
+    trial: Trial,
+    path: Path,
+    *,
+    device: str = "auto",
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+    mix_versions: bool = False,
 ) -> Outcome | None:
     """Attack every image that the folder has no record of, and sum up; `summary["refuted"]` lists what must not be.
 
+    `mix_versions` goes on with a run that other versions of patchguard or torch began.
     Returns None in every process of a torchrun but the first.
     """
     place, at_once = placed(trial.job, device, batch_size)
     folder, first = Folder(path), runtime.rank() == 0
     settings = trial.settings()
-    with entered(folder, _stamp(settings)) as barrier:
+    check = partial(check_images, folder, trial.job.source)
+    with entered(folder, _stamp(trial.job, settings), check, mix_versions=mix_versions) as barrier:
         finished = folder.summary()
         if finished is not None:
             return Outcome(finished, before=True) if first else None
@@ -148,9 +158,10 @@ def _make(folder: Path) -> None:
         raise InputError(f"`--out` must be a folder to write in; got {folder}: {error.strerror}.") from None
 
 
-def _stamp(settings: dict[str, Any]) -> dict[str, Any]:
+def _stamp(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "kind": "attack",
+        "model_file": job.model_file,
         "settings": {**settings, "shards": runtime.world_size()},
         "environment": runtime.environment(),
         "version": __version__,

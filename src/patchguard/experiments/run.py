@@ -19,48 +19,50 @@ from patchguard.data.decode import Unreadable
 from patchguard.errors import InputError
 from patchguard.experiments import gallery
 from patchguard.experiments.batches import Batch, Failure, ahead, blocks_of, grouped
+from patchguard.experiments.certificate_folder import CertificateFolder, certificate_name
 from patchguard.experiments.job import Job
-from patchguard.experiments.loop import AHEAD, Loop, Outcome, check_complete, entered, kept, placed, pool
-from patchguard.experiments.metrics import Tally, summarise
+from patchguard.experiments.loop import AHEAD, Loop, Outcome, check_complete, entered, failures_of, kept, placed, pool
+from patchguard.experiments.metrics import Tally, make_summary, summarise
 from patchguard.experiments.plan import Plan, Proofs, answers, entries_of
-from patchguard.experiments.records import FORMAT, Folder, Record
+from patchguard.experiments.records import Folder, Record
+from patchguard.experiments.resume import check_images
 
 Progress = Callable[[Tally], None]
 
 
 def certify(
-    job: Job, path: Path, *, device: str = "auto", batch_size: int | None = None, progress: Progress | None = None
+    job: Job,
+    path: Path,
+    *,
+    device: str = "auto",
+    batch_size: int | None = None,
+    progress: Progress | None = None,
+    mix_versions: bool = False,
 ) -> Outcome | None:
     """Certify every image of the job that the folder has no record of, and sum up.
 
-    Returns None in every process of a torchrun but the first.
+    `mix_versions` goes on with a run that other versions of patchguard or torch began. Returns None in every process
+    of a torchrun but the first.
     """
     place, at_once = placed(job, device, batch_size)
     folder, first = Folder(path), runtime.rank() == 0
     settings = job.settings()
-    with entered(folder, _stamp(job, settings)) as barrier:
+    files = None if job.certificates is None else CertificateFolder(job.certificates)
+
+    def check() -> None:
+        check_images(folder, job.source)
+        if files is not None:
+            files.check(folder, job)
+
+    others = [] if files is None else [files]
+    with entered(folder, _stamp(job, settings), check, others=others, mix_versions=mix_versions) as barrier:
         finished = folder.summary()
         if finished is not None:
-            _check_written(job, folder)
             return Outcome(finished, before=True) if first else None
         work = _Work(job, Loop(job, Tally(settings), place, at_once))
         work.loop.go_on(folder, work.answered, progress)
         barrier()
         return Outcome(_finish(job, folder, settings, work), before=False) if first else None
-
-
-def _check_written(job: Job, folder: Folder) -> None:
-    """Raise where certificate files are asked for that a finished run has put elsewhere, or that are gone."""
-    if job.certificates is None:
-        return
-    keys = [written.key for written in job.patches]
-    for record in folder.records():
-        for name in [] if "error" in record else [certificate_name(record["index"], key) for key in keys]:
-            if not (job.certificates / name).exists():
-                raise InputError(
-                    f"{folder.path} is finished, but {job.certificates} lacks {name}. "
-                    "Give the folder that its certificates are in, or another --out to certify anew."
-                )
 
 
 def predict(job: Job, *, device: str = "auto", batch_size: int | None = None) -> Iterator[Record]:
@@ -73,7 +75,7 @@ def predict(job: Job, *, device: str = "auto", batch_size: int | None = None) ->
             continue
         reason = loop.refusal(batch.size)
         if reason is not None:
-            yield from (loop.failure(Failure(place, reason)) for place in batch.places)
+            yield from (loop.failure(each) for each in failures_of(batch, reason, range(len(batch.places))))
             continue
         yield from work.labelled(batch, loop.forward(batch))
 
@@ -85,6 +87,7 @@ def _stamp(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
     }
     return {
         "kind": "certify",
+        "model_file": job.model_file,
         "settings": {**settings, "shards": runtime.world_size()},
         "patches": patches,
         "environment": runtime.environment(),
@@ -101,15 +104,7 @@ def _finish(job: Job, folder: Folder, settings: dict[str, Any], work: "_Work") -
         work.loop.refusal((record["size"][0], record["size"][1]))  # traces the network where that is still to be done
     with pool(work.loop.workers) as workers:
         gallery.save(folder, chosen, list(workers.map(work.view, [record for _, record in chosen])))
-    stamp = folder.run() or {}
-    masks = {key: entry["masks"] for key, entry in found["patches"].items()}
-    summary = {
-        "format": FORMAT,
-        **found,
-        "seconds": work.loop.seconds(found["images"]),
-        "settings": {**stamp["settings"], "masks": masks},
-        "environment": stamp["environment"],
-    }
+    summary = make_summary(found, folder.run() or {}, work.loop.seconds(found["images"]))
     folder.write("summary.json", summary)
     return summary
 
@@ -139,7 +134,7 @@ class _Work:
                 evidence, local_logits = evidence[chosen], local_logits[chosen]
             found, proofs = answers(plan, local_logits, evidence)
             if self.job.certificates is not None:
-                self._certificates(plan, proofs, batch, rows)
+                self._certificates(plan, proofs, batch, rows, found)
             for row, answer in zip(rows, found, strict=True):
                 digest = image_digest(batch.images[row])
                 named = self.loop.named(batch.places[row])
@@ -175,19 +170,17 @@ class _Work:
         evidence = self.job.guard.evidence(self.loop.forward(batch))
         return gallery.view(image, record, evidence, self.loop.plan(batch.size))
 
-    def _certificates(self, plan: Plan, proofs: Proofs, batch: Batch, rows: list[int]) -> None:
-        """Write the files before the records: a record says that its files are there."""
-        target = Folder(self.job.certificates or Path())
+    def _certificates(self, plan: Plan, proofs: Proofs, batch: Batch, rows: list[int], answers: list[Record]) -> None:
+        """Write the files before the records: a record says that its files are there, and their digests."""
+        target = CertificateFolder(self.job.certificates or Path())
         for task in plan.tasks:
             make = partial(Packer, task.guard, task.patch, *plan.size)
             with self.loop.making:
                 packer = kept(self.packers, (plan.size, task.written.key), make)
             proof = proofs.certificate(task.guard.defense, task.windows)
             for number, row in enumerate(rows):
+                if self.loop.done[batch.places[row]]:
+                    continue  # its files are there, and checked
                 data = packer.pack(proofs.evidence, proof, number, image_digest(batch.images[row]))
-                target.write_bytes(certificate_name(batch.places[row], task.written.key), data, durable=False)
-
-
-def certificate_name(index: int, key: str) -> str:
-    """Return the name of the certificate file of one image and patch."""
-    return f"{index:06d}-{key.replace('%', 'percent')}.pgc"
+                digest = target.write(certificate_name(batch.places[row], task.written.key), data)
+                answers[number]["patches"][task.written.key]["certificate"] = digest

@@ -108,10 +108,13 @@ class Share:
     @classmethod
     def read(cls, entry: Entry) -> "Share":
         """Return the share that an entry of summary.json holds."""
-        rates = [entry.at(key).number() for key in ("share", "low", "high")]
+        right, of = entry.at("right").whole(), entry.at("of").whole()
+        # The share of nothing is null.
+        share = entry.at("share").number() if of or entry.get("share") else 0.0
+        rates = [share, *(entry.at(key).number() for key in ("low", "high"))]
         if not all(0 <= rate <= 1 for rate in rates):
             raise entry.wrong("shares from 0 to 1")
-        return cls(entry.at("right").whole(), entry.at("of").whole(), *rates)
+        return cls(right, of, *rates)
 
 
 @final
@@ -278,7 +281,10 @@ def _against(entry: Entry) -> Against:
 
 
 def _curve(curve: Entry | None, words: tuple[str, ...]) -> dict[int, Share]:
-    """Return the shares of a curve by side; they stand under one of the words, or for `kept` alone."""
+    """Return the shares of a curve by side; they stand under one of the words, or for `kept` alone.
+
+    Sides of which nothing was measured, since masks for such a patch hide every cell, are left out.
+    """
     found = {}
     for side, entry in curve.items() if curve else ():
         if not side.isdecimal():
@@ -288,7 +294,7 @@ def _curve(curve: Entry | None, words: tuple[str, ...]) -> dict[int, Share]:
         )
         if place is not None and ("clean" not in words or place is not entry):
             found[int(side)] = Share.read(place)
-    return dict(sorted(found.items()))
+    return {side: share for side, share in sorted(found.items()) if share.of}
 
 
 def _class_count(entry: Entry) -> ClassCount:

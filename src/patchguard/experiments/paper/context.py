@@ -130,7 +130,7 @@ class Context:
         return path
 
     def _file(self, name: str) -> Path | None:
-        if Path(name).is_file():
+        if zoo.is_path(name) and Path(name).is_file():
             return Path(name)
         return self._made(name) if self._made(name).is_file() else _in_zoo(name)
 
@@ -256,7 +256,7 @@ class Context:
 
 
 def _in_zoo(name: str) -> Path | None:
-    return next((path for path in zoo.checkpoints() if path.stem == name), None)
+    return zoo.named_file(name)
 
 
 def _digest(source: Source) -> str:

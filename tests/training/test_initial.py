@@ -61,20 +61,15 @@ def test_with_other_classes_the_last_layer_alone_stays_fresh(folder: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"widths": (16, 16)}, r"differs in \S+, \S+, \S+\."),
-        ({"field": 7, "widths": (8, 8, 8)}, r"differs in \S+, \S+, \S+\."),
-    ],
-    ids=["other widths", "more layers"],
+    "changes", [{"widths": (16, 16)}, {"field": 7, "widths": (8, 8, 8)}], ids=["other widths", "more layers"]
 )
 def test_a_model_of_another_shape_is_refused_and_leaves_the_weights_alone(
-    folder: Path, changes: dict[str, object], named: str
+    folder: Path, changes: dict[str, object]
 ) -> None:
     save(folder, fresh(**changes))
     guard = fresh()
     before = weights(guard)
-    with pytest.raises(InputError, match=rf"`initial` must name a model of the same shape; 'trained' {named}"):
+    with pytest.raises(InputError, match=r"of the same shape; 'trained' differs in \S+, \S+, \S+\."):
         start_from(guard, "trained")
     assert all(torch.equal(before[name], tensor) for name, tensor in weights(guard).items())
 

@@ -207,6 +207,17 @@ def test_of_several_weights_those_with_the_best_held_out_score_stay(
     assert set(run.choose_weights(trainer, stripes(10), None)["before_rounding"]) == {"averaged", "last"}
 
 
+def test_other_patches_are_measured_with_masks_fitted_to_each(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = []
+    monkeypatch.setattr(run, "evaluate", lambda guard, _, patch: measured.append((patch, guard.defense.masks)))
+    list(run.accuracies(trainer.guard, recipe(other_patches=[1, 3]), stripes(4)))
+    masks = [trainer.guard.for_patch(Patch(side), 16, 16).defense.masks for side in (2, 1, 3)]
+    assert measured == list(zip((Patch(2), Patch(1), Patch(3)), masks, strict=True))
+    assert masks[0] not in masks[1:]
+
+
 def test_a_summary_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run.write_summary(tmp_path, {"first": 1})
     monkeypatch.setattr(Path, "write_text", lambda self, text: (_ for _ in ()).throw(OSError("disk full")))

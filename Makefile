@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check bench docs format clean
+.PHONY: demo test test-slow test-all coverage check bench docs format clean
 
 # The embedded model on the embedded 500 images: a table here, and runs/cifar10-sample/report.html.
 demo: .venv/package
@@ -18,8 +18,24 @@ demo: .venv/package
 	touch $@
 
 # Two processes of one thread: the tests are many small tensors, and threads that wait for each other slow them down.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The same examples in every run.
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST) --hypothesis-profile=ci -m "not slow"
+
+test-slow: .venv/installed
+	$(PYTEST) --hypothesis-profile=ci -m slow
+
+# Everything, with examples that nobody has tried before.
+test-all: .venv/installed
+	$(PYTEST) --hypothesis-profile=random
+
+# Lines that tests reach: make coverage TESTS=tests/training
+TESTS ?= tests
+coverage: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -m "not slow" $(TESTS)
+	$(BIN)/python -m coverage report --show-missing --skip-covered
 
 check: .venv/installed
 	$(BIN)/ruff format --check .
@@ -38,4 +54,4 @@ format: .venv/installed
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage

@@ -116,7 +116,7 @@ def started(data: Path, out: Path) -> subprocess.Popen[str]:
 
 
 def wait_for_epoch(process: subprocess.Popen[str], out: Path, epoch: int) -> None:
-    limit = time.monotonic() + 120
+    limit = time.monotonic() + 600  # against waiting forever
     while max(epochs_of(out) or [0]) < epoch and process.poll() is None:
         assert time.monotonic() < limit
         time.sleep(0.005)

@@ -80,6 +80,16 @@ def test_interval_bounds_are_measured_where_they_are_trained_and_say_the_command
     assert found.published == published.MAIN["cifar10"]["IBP"]
 
 
+def test_interval_bounds_of_photos_are_infeasible_as_in_the_paper(context):
+    for dataset in ("imagenette", "imagenet"):
+        columns = 2 * len(main_table.sizes(dataset))
+        (found,) = main_table.interval_rows(context, dataset, columns)
+        assert (found.label, found.ours, found.published) == ("IBP", (None,) * 6, published.MAIN[dataset]["IBP"])
+        assert "infeasible" in found.note
+    assert list(main_table.sizes("cifar10").values()) == [Patch(2), Patch(5)]
+    assert list(main_table.sizes("imagenet", 299).values()) == [Patch(30), Patch(42), Patch(52)]
+
+
 def test_a_row_without_its_model_is_not_run_and_says_the_command(context):
     result = main_table.run(context, "cifar10")
     for label in ("Mask-BN", "CBN", "Mask-DS", "DS"):

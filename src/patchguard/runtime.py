@@ -20,7 +20,7 @@ from patchguard.errors import InputError
 
 _cudnn: Any = torch.backends.cudnn
 _mkldnn: Any = torch.backends.mkldnn
-# Images in one call of a network: above 65,535, torch picks other kernels on GPUs, and one graph would not hold for all.
+# Images in one call of a network: above 65,535 torch picks other kernels on GPUs, and no one graph would hold for all.
 LARGEST_BATCH = 2**15
 _PATIENCE = timedelta(hours=6)  # others wait so long while the first process measures or writes
 

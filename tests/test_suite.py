@@ -40,17 +40,22 @@ def shared(request):
     return draw()
 
 
+@pytest.fixture(scope="session")
+def common():
+    return draw()
+
+
 @pytest.fixture
 def own():
     return draw()
 
 
-def test_first(shared, own, request):
-    keep(request.node.name, [IMPORTED, shared, own, draw()])
+def test_first(shared, common, own, request):
+    keep(request.node.name, [IMPORTED, shared, common, own, draw()])
 
 
-def test_second(own):
-    keep("second", [own, draw()])
+def test_second(common, own):
+    keep("second", [common, own, draw()])
 
 
 @settings(max_examples=5)
@@ -96,6 +101,7 @@ def test_what_tests_draw_depends_neither_on_their_order_nor_on_other_tests(tmp_p
     assert one["test_first[1]"] != one["test_first[2]"]
     numbers = [number for number, _ in one["third"]]
     assert len(set(numbers)) > 1
+    assert len({after for _, after in one["third"]}) == 1  # each example starts from the same state
     other = drawn(tmp_path / "suite", *parts, "--hypothesis-profile=random")
     assert [number for number, _ in other.pop("third")] != numbers
     assert other == {name: value for name, value in one.items() if name != "third"}

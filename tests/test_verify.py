@@ -8,6 +8,7 @@ import sys
 import time
 import zipfile
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 
 import heavy
@@ -358,6 +359,90 @@ def test_no_forger_who_computes_as_the_checker_does_gets_a_false_claim_through(r
             met["certified" if verdict.certified else "not certified"] += 1
     assert met["certified"] >= 5
     assert met["not certified"] >= 15
+
+
+OTHER_TYPES = {
+    bool: [int, str],
+    int: [float, str, bool],
+    float: [int, str],
+    str: [list],
+    list: [lambda boxes: dict(enumerate(boxes))],
+    dict: [sorted],
+    type(None): [bool, str],
+}
+
+
+def retyped(data, path, other):
+    """The file with the value at `path` as another type."""
+    claim, layers = read(data)
+    node = claim
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = other(node[path[-1]])
+    return sealed(claim, layers)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_no_entry_may_have_another_type(rule):
+    """1.0, true and "1" are not 1, though Python says that some of them are equal."""
+    data = min(honest_files(rule, 12), key=len)
+    written = {("digests",), ("digest",), ("digests", "evidence"), ("shape",)}  # by whatever seals a file
+    for path in list(values_in(read(data)[0]))[1:]:
+        value = read(data)[0]
+        for key in path:
+            value = value[key]
+        for other in [] if path in written or path[:1] in written - {("digests",)} else OTHER_TYPES[type(value)]:
+            assert not check_bytes(retyped(data, path, other)).valid, (path, other)
+
+
+@pytest.mark.parametrize("entry", ["evidence", "patch", "field", "margin", "digests", "defense"])
+def test_a_list_of_names_is_no_set_of_entries(file, entry):
+    claim, _ = read(file)
+    _, array = verify._members(file)
+    claim[entry] = sorted(claim[entry])
+    claim["digest"] = verify.digest_of(claim)
+    reason = check_bytes(verify.archive(verify.canonical(claim), array)).reason
+    assert f"`{entry}` must have the entries" in reason or "`defense.name` must be" in reason
+
+
+def test_every_limit_is_exact(monkeypatch):
+    """A file is valid where its size is the limit, and invalid where the limit is one less."""
+    files = list(honest_files("RobustMasking", 40))
+    data = max((data for data in files if "/" in read(data)[0]["defense"]["threshold"]), key=len)
+    claim, layers = read(data)
+    pixels, grid = claim["source"], layers.shape[-2:]
+    text, _ = verify._members(data)
+    bounds = {
+        "LARGEST_JSON": len(text),
+        "LARGEST_EVIDENCE": layers.size,
+        "LARGEST_GRID": grid[0] * grid[1],
+        "LARGEST_AXIS": max(pixels),
+        "LARGEST_FIELD": max(pixels[0] * grid[0], pixels[1] * grid[1]),
+        "LARGEST_BOXES": max(len(claim["windows"]), len(claim["defense"]["masks"])),
+        "LARGEST_DENOMINATOR": Fraction(claim["defense"]["threshold"]).denominator,
+        "LARGEST_SUM": grid[0] * grid[1] * claim["units"]["high"] + 1,
+    }
+    for limit, most in bounds.items():
+        with monkeypatch.context() as patched:
+            patched.setattr(verify, limit, most)
+            assert check_bytes(data).valid, limit
+            patched.setattr(verify, limit, most - 1)
+            assert not check_bytes(data).valid, limit
+    monkeypatch.setattr(verify, "LARGEST_TAU", 1.0)
+    assert check_bytes(with_tau()).valid
+    monkeypatch.setattr(verify, "LARGEST_TAU", 0.9)
+    assert not check_bytes(with_tau()).valid
+
+
+def test_a_file_may_be_as_large_as_its_parts_together(tmp_path, monkeypatch):
+    monkeypatch.setattr(verify, "LARGEST_JSON", 100)
+    monkeypatch.setattr(verify, "LARGEST_EVIDENCE", 10)
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100 + 80 + 1024))
+    assert len(verify.load(path)) == 1204
+    path.write_bytes(bytes(1205))
+    with pytest.raises(verify.Refused, match="it is larger than 1204 bytes"):
+        verify.load(path)
 
 
 # -- what is left to check ---------------------------------------------------------------------------------------------

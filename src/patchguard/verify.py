@@ -12,7 +12,7 @@ evidence for the image up to the stated drift, *then* no such patch changes the 
 network and the image, and the line repeats them; `patchguard verify --model --image` checks them, too. Digests detect
 damage; they do not say who wrote the file.
 
-The time is bounded: files whose check would take more than a few seconds are refused before it begins.
+The time is bounded: a file whose check could take longer than half a minute is refused before it begins.
 
 Symbols: u_k(i) evidence of class k in cell i; w a window, the cells one patch can touch; v, m masks; y the label;
 t_k the evidence outside w; [l, h] what a cell can hold. `lower` and `upper` bound u under drift.
@@ -489,16 +489,16 @@ class DoubleMasking:
             sums[:, mask] -= self.lead
             row = sums.min(axis=1)
             row[label] = NO_RIVAL
-            worst.append(int(row.min()))
+            worst.append(row.min())
             attained.append(row == row.min())
-        margins = []
+        margins, by_mask = [], np.array(worst)
         for window in range(len(windows.places)):
             covering = self.masks.sums(windows.cells(window))[0] == windows.size(window)
             if not covering.any():
                 raise Refused(f"window {window} lies in no mask")
-            margins.append(int(np.array(worst)[covering].max()))
-        deciding = [ks for ks, margin in zip(attained, worst, strict=True) if margin == min(margins)]
-        return margins, {int(k) for k in np.flatnonzero(np.logical_or.reduce(deciding))}
+            margins.append(int(by_mask[covering].max()))
+        deciding = np.array(attained)[by_mask == min(margins)]
+        return margins, {int(k) for k in np.flatnonzero(deciding.any(axis=0))}
 
     def _outside_both(self, mask: int, maps: Integers) -> Integers:
         """The sum of each map outside `mask` and each second mask: (maps, masks)."""

@@ -134,7 +134,7 @@ def _share_tensors(module: nn.Module, graph: nn.Module) -> None:
         owner = owners.get(path)
         for store in (owner._parameters, owner._buffers) if owner is not None else ():
             if leaf in store and store[leaf] is not tensor:
-                store[leaf] = tensor  # type: ignore[assignment]
+                store[leaf] = tensor
 
 
 def _export(module: nn.Module, shape: tuple[int, ...]) -> ExportedProgram:
@@ -184,7 +184,7 @@ def _restored_transforms() -> Iterator[None]:
         if functorch.get_dynamic_layer_stack_depth() > depth:
             functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         while forward_ad._current_level > level:
-            forward_ad.exit_dual_level()
+            forward_ad.exit_dual_level()  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()

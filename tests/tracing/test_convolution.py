@@ -11,7 +11,7 @@ from torch.nn import functional
 from walking import Layer, check, layout_of, refusal
 
 from patchguard.errors import InputError
-from patchguard.trace import trace
+from patchguard.models import wrap
 from patchguard.tracing.sliding import meets_input, sliding
 
 ONLY_PADDING = "has only windows that lie wholly in the padding"
@@ -21,7 +21,7 @@ def test_a_convolution_that_reads_only_padding_is_refused() -> None:
     # Windows start at -3, -1 and 1 and read every second column: none of them holds column 0.
     layer = nn.Conv2d(3, 2, 2, stride=(3, 2), padding=(0, 3), dilation=(1, 2))
     with pytest.raises(InputError, match=f"`conv2d` {ONLY_PADDING}"):
-        trace(layer, (5, 1))
+        wrap(layer, classes=2).field(5, 1)
 
 
 def test_rows_and_single_axes_are_held_to_the_same() -> None:

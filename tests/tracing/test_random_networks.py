@@ -106,7 +106,7 @@ def random_network(seed: int) -> nn.Module:
 
 def test_no_cell_of_a_random_network_moves_with_what_the_rules_leave_out() -> None:
     outcomes = []
-    for seed in range(40):
+    for seed in range(24):
         with torch.no_grad():
             network = random_network(seed)
         try:
@@ -119,5 +119,5 @@ def test_no_cell_of_a_random_network_moves_with_what_the_rules_leave_out() -> No
                 assert not (moved & ~allowed).any(), seed
         check_rows(network, SIZE)
         outcomes.append("whole" if all(allowed.all() for allowed in may) else "local")
-    assert outcomes.count("local") > 15
-    assert outcomes.count("refused") > 2
+    assert outcomes.count("local") > 10
+    assert outcomes.count("refused") > 1

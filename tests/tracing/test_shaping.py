@@ -9,7 +9,7 @@ from torch.nn import functional
 from walking import IMAGES, Layer, check, check_rows, layout_of, refusal
 
 from patchguard.errors import InputError
-from patchguard.trace import trace
+from patchguard.models import wrap
 from patchguard.tracing.call import Call, Constant
 from patchguard.tracing.layout import Layout, Refused, channels, images, pixels
 from patchguard.tracing.shaping import dropout, unchanged, view
@@ -121,9 +121,9 @@ def test_what_would_mix_images_or_lose_positions_is_refused(name: str) -> None:
     assert message in refusal(Layer(function), SIZE)
 
 
-def test_a_squeeze_that_may_drop_the_images_is_refused_by_name() -> None:
-    with pytest.raises(InputError, match=r"layer `1` \(Layer\).*`squeeze` drops the images of a batch of one"):
-        trace(nn.Sequential(nn.Conv2d(3, 4, 3), Layer(lambda x: x.squeeze())), (6, 6))
+def test_a_network_with_such_a_squeeze_has_no_field() -> None:
+    with pytest.raises(InputError, match=r"`squeeze` drops the images of a batch of one"):
+        wrap(nn.Sequential(nn.Conv2d(3, 4, 3), Layer(lambda x: x.squeeze())), classes=4).field(6, 6)
 
 
 def test_the_rules_never_count_the_images() -> None:

@@ -53,7 +53,7 @@ def claim(
         "digests": dict(DIGESTS),
     }
     if rule["name"] == "RobustMasking":
-        stated["margin"]["denominator"] = 1 if rule["threshold"] in "01" else 1000
+        stated["margin"]["denominator"] = 1 if rule["threshold"] in "01" else 999
     return stated, np.zeros(shape, dtype=np.int64)
 
 

@@ -1,8 +1,7 @@
 """A crafted network for attacks: a cell sees 3 x 3 pixels and believes in the class whose colour is strongest there."""
 
-from functools import cache
-
 import torch
+from tiny import build_once
 from torch import nn
 
 from patchguard.data.preprocess import Preprocess, Resize
@@ -64,7 +63,7 @@ class Strongest(nn.Module):
         return self.gain(self.bend(self.mean(images)))
 
 
-@cache
+@build_once
 def guard(name: str, patch: Patch = PATCH, resized: int | None = None) -> Guard:
     """A guard of the crafted network whose masks fit the patch, behind a resize if wanted."""
     defense, evidence = GUARDS[name]

@@ -8,7 +8,9 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
+from tiny import build_once
 
 ROOT = Path(__file__).parents[1]
 
@@ -105,6 +107,18 @@ def test_what_tests_draw_depends_neither_on_their_order_nor_on_other_tests(tmp_p
     other = drawn(tmp_path / "suite", *parts, "--hypothesis-profile=random")
     assert [number for number, _ in other.pop("third")] != numbers
     assert other == {name: value for name, value in one.items() if name != "third"}
+
+
+def test_what_tests_share_is_the_same_whoever_asks_first_and_does_not_move_the_draws() -> None:
+    draw = build_once(lambda: torch.rand(3))
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = draw()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert draw() is first
+    draw.cache_clear()
+    torch.manual_seed(2)
+    assert torch.equal(draw(), first)
 
 
 def test_examples_are_drawn_without_a_clock() -> None:

@@ -1,6 +1,8 @@
 """Small guards for tests: random weights, made so that some images are certified and some are not."""
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -13,7 +15,22 @@ from patchguard.models import LocalModel, build
 from patchguard.patch import Patch
 from patchguard.windows import Windows
 
+Inputs = ParamSpec("Inputs")
+Result = TypeVar("Result")
 ANY_MASKS = Windows.sliding(grid=(1, 1), size=(1, 1))
+
+
+def build_once(function: Callable[Inputs, Result]) -> Callable[Inputs, Result]:
+    """Cache what a function builds: the same whoever asks first, and without moving that test's own draws."""
+
+    @cache
+    @wraps(function)
+    def build_with_own_draws(*args: Inputs.args, **settings: Inputs.kwargs) -> Result:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return function(*args, **settings)
+
+    return build_with_own_draws
 
 
 def lively(model: LocalModel) -> LocalModel:
@@ -31,13 +48,13 @@ def lively(model: LocalModel) -> LocalModel:
     return model.eval()
 
 
-@cache
+@build_once
 def thin(name: str) -> LocalModel:
     """One thin network for all tests that only look at its field: deriving one takes seconds."""
     return build(name, classes=10, **({"widths": [8, 8, 8]} if name == "srf" else {"width": 0.02}))
 
 
-@cache
+@build_once
 def srf_guard(side: int = 16, patch: int = 2) -> Guard:
     """Double masking of a thin network with a field of 5 pixels."""
     model = lively(build("srf", classes=3, field=5, widths=[8, 12]))
@@ -45,7 +62,7 @@ def srf_guard(side: int = 16, patch: int = 2) -> Guard:
     return guard.for_patch(Patch(patch), side, side)
 
 
-@cache
+@build_once
 def bagnet_guard(side: int = 12, patch: int = 2) -> Guard:
     """Robust masking of a thin BagNet-9 behind a resize to 56 x 56 pixels."""
     model = lively(build("bagnet9", classes=3, width=0.05))

@@ -167,15 +167,16 @@ def is_path(name_or_path: str | Path) -> bool:
 
 def named_file(name: str) -> Path | None:
     """Return the file of a name; None where there is none. Two different models of one name are refused."""
-    found = [path for path in (folder / f"{name}.safetensors" for folder in _folders()) if path.is_file()]
-    digests = [_claimed_digest(path) for path in found]
-    for path, digest in zip(found, digests, strict=True):
-        if digest != digests[0]:
+    first = next((path for path in checkpoints() if path.stem == name), None)
+    if first is None:
+        return None
+    for path in (folder / first.name for folder in _folders()):
+        if path.is_file() and (digest := _claimed_digest(path)) != (ours := _claimed_digest(first)):
             raise InputError(
-                f"{name!r} names two different models: {found[0]} with digest {digests[0][:16]} and {path} with "
-                f"{digest[:16]}. Give the path of the one you mean."
+                f"{name!r} names two different models: {first} with digest {ours[:16]} and {path} with {digest[:16]}. "
+                "Give the path of the one you mean."
             )
-    return found[0] if found else None
+    return first
 
 
 def _claimed_digest(path: Path) -> str:

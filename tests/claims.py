@@ -75,7 +75,7 @@ RULES = ["RobustMasking", "DoubleMasking", "ClippedSum", "MajorityVote"]
 def honest(seed: int, rule: str) -> bytes | None:
     """The file of a random claim as this package proves it, or None where it refuses to."""
     draw = np.random.default_rng([seed, RULES.index(rule)])
-    field = Field(random_axis(draw, False), random_axis(draw, bool(draw.random() < 0.4)))
+    field = Field(random_axis(draw, seed % 5 == 4), random_axis(draw, bool(draw.random() < 0.4)))
     patch = Patch(*(int(draw.integers(1, min(size, 4) + 1)) for size in field.source))
     windows = Windows.reached_by(patch, field)
     settings, evidence = random_evidence(draw, rule, field.grid)

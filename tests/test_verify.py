@@ -34,7 +34,7 @@ def file() -> bytes:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_claim_that_the_package_proves_is_valid(rule):
-    certified, tied, drifting, around = 0, 0, 0, 0
+    certified, tied, drifting, around, twice = 0, 0, 0, 0, 0
     for data in honest_files(rule, 100):
         verdict = check_bytes(data)
         claim, _ = read(data)
@@ -43,8 +43,9 @@ def test_every_claim_that_the_package_proves_is_valid(rule):
         certified += verdict.certified
         tied += claim["margin"]["units"] == 0
         drifting += claim["evidence"]["drift"] > 0
-        around += claim["wrap"][1]
-    assert min(certified, tied, drifting, around, 100 - certified) > 0
+        around += claim["wrap"] == [True, False]
+        twice += claim["wrap"] == [True, True]
+    assert min(certified, tied, drifting, around, twice, 100 - certified) > 0
 
 
 @settings(max_examples=60, deadline=None)

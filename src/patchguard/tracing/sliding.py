@@ -110,13 +110,13 @@ def adaptive_pooling(call: Call) -> Layout | tuple[Layout, ...]:
         if size == 1 < count:
             raise Refused(f"pools over all {describe(layout.dimensions[axis - call.axes])}")
         index = np.arange(size, dtype=np.int64)
-        return spans(index * count // size, -(-(index + 1) * count // size) - 1)
+        return make_spans(index * count // size, -(-(index + 1) * count // size) - 1)
 
     result = trailing(layout, call.shape[-call.axes :], taps)
     return result if len(call.shapes) == 1 else (result,) * len(call.shapes)
 
 
-def spans(first: Int64[np.ndarray, " n"], last: Int64[np.ndarray, " n"]) -> Taps:
+def make_spans(first: Int64[np.ndarray, " n"], last: Int64[np.ndarray, " n"]) -> Taps:
     """Return the taps first[i], ..., last[i]; shorter rows repeat their last tap."""
     widest = int((last - first).max()) + 1
     return np.asarray(np.minimum(first[:, None] + np.arange(widest, dtype=np.int64), last[:, None]))
@@ -140,15 +140,15 @@ def upsampling(call: Call) -> Layout:
         steps = [Fraction(count - 1, max(size - 1, 1)) if corners else Fraction(count, size)]
         if factor is not None and factor > 0 and not corners:
             steps.append(1 / Fraction(factor))
-        ends = [nearby(step, count, size, centers=centers, interpolates=before + after > 0) for step in steps]
+        ends = [bound_floor(step, count, size, centers=centers, interpolates=before + after > 0) for step in steps]
         first = np.min([low for low, _ in ends], axis=0) - before
         last = np.max([high for _, high in ends], axis=0) + after
-        return np.asarray(np.clip(spans(first, last), 0, count - 1))
+        return np.asarray(np.clip(make_spans(first, last), 0, count - 1))
 
     return trailing(layout, call.shape[-call.axes :], taps)
 
 
-def nearby(step: Fraction, count: int, size: int, *, centers: bool, interpolates: bool) -> tuple[Indices, Indices]:
+def bound_floor(step: Fraction, count: int, size: int, *, centers: bool, interpolates: bool) -> tuple[Indices, Indices]:
     """Return the lowest and the highest index that a kernel may take for the floor of a result's place.
 
     Result i has its place at i step, or at (i + 1/2) step if `centers`, from where a kernel that interpolates
@@ -169,7 +169,7 @@ def reflected(index: Int64[np.ndarray, " n"], size: int) -> Int64[np.ndarray, " 
     return np.asarray((size - 1) - np.abs((size - 1) - np.abs(index)))
 
 
-def border_taps(name: str, before: int, size: int, after: int) -> Taps:
+def make_border_taps(name: str, before: int, size: int, after: int) -> Taps:
     """Return what each entry of a padded axis copies; `name` is that of the operation or of its mode."""
     index = np.arange(-before, size + after, dtype=np.int64)
     if "refle" in name:
@@ -189,7 +189,7 @@ def padding(call: Call) -> Layout:
     dimensions = list(layout.dimensions)
     for back, (before, after) in enumerate(zip(amounts[0::2], amounts[1::2], strict=True), start=1):
         size = size_of(dimensions[-back])
-        taps = partial(border_taps, name, before, size, after)
+        taps = partial(make_border_taps, name, before, size, after)
         if before or after:
             dimensions[-back] = windowed(dimensions[-back], before + size + after, taps)
     return Layout(tuple(dimensions))

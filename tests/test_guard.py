@@ -31,6 +31,7 @@ from patchguard.evidence import Evidence
 from patchguard.guard import Guard
 from patchguard.models import wrap
 from patchguard.patch import Patch
+from patchguard.program import Program
 from patchguard.windows import Windows
 
 MAKERS = {"srf": (srf_guard, 16), "bagnet": (bagnet_guard, 12)}
@@ -95,8 +96,7 @@ def test_the_label_certified_is_the_label_predicted(case):
 def test_one_forward_pass_serves_every_patch(case, monkeypatch):
     guard, images = case
     monkeypatch.setitem(guard_file.PIXELS_AT_ONCE, "cpu", 2**30)
-    network = type(guard.model)
-    with mock.patch.object(network, "local_logits", autospec=True, side_effect=network.local_logits) as passes:
+    with mock.patch.object(Program, "__call__", autospec=True, side_effect=Program.__call__) as passes:
         answers = guard.certify(images, [Patch(1), Patch(2), Patch(1, 2)])
         assert passes.call_count == 1
         sides = guard.largest_certified_patch(images)
@@ -285,11 +285,12 @@ def test_a_model_in_training_mode_is_evaluated_and_put_back():
 
 
 def test_autocast_and_reduced_precision_do_not_reach_the_network():
-    guard = srf_guard()
     images = pictures(3, 16)
-    expected = guard.local_logits(images)
+    expected = srf_guard().local_logits(images)
+    new = srf_guard.__wrapped__()  # neither the export of a network nor what it computes
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(guard.local_logits(images), expected)
+        assert torch.equal(srf_guard().local_logits(images), expected)
+        assert torch.equal(new.local_logits(images), expected)
 
 
 def test_answers_carry_no_gradient_and_work_under_inference_mode():

@@ -139,7 +139,7 @@ def _share_tensors(module: nn.Module, graph: nn.Module) -> None:
 
 def _export(module: nn.Module, shape: tuple[int, ...]) -> ExportedProgram:
     device, dtype = placement(module)
-    with evaluating(module), torch.no_grad(), quiet(), _silent(), _restored_transforms():
+    with evaluating(module), full_precision(device), torch.no_grad(), quiet(), _silent(), _restored_transforms():
         # torch.export calls its own deprecated parts; which ones changes with every release.
         example = torch.zeros(shape, device=device, dtype=dtype)
         # The batch is symbolic, so that a graph made for some numbers of images only is refused.

@@ -126,7 +126,11 @@ def test_a_place_beyond_the_input_is_clamped() -> None:
         [True, False, False, False],
         [False, False, True, True],
     ]
-    assert (rule_reads("nearest", None, (4, 2, -1.0))[0] == rule_reads("nearest", None, (4, 2, None))[0]).all()
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0])
+def test_a_factor_that_is_not_positive_counts_as_none(factor: float) -> None:
+    assert (rule_reads("nearest", None, (4, 2, factor))[0] == rule_reads("nearest", None, (4, 2, None))[0]).all()
 
 
 @pytest.mark.parametrize(("mode", "corners"), MODES)

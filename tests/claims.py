@@ -77,18 +77,22 @@ def honest(seed: int, rule: str) -> bytes | None:
     draw = np.random.default_rng([seed, RULES.index(rule)])
     field = Field(random_axis(draw, seed % 5 == 4), random_axis(draw, bool(draw.random() < 0.4)))
     patch = Patch(*(int(draw.integers(1, min(size, 4) + 1)) for size in field.source))
-    windows = Windows.reached_by(patch, field)
     settings, evidence = random_evidence(draw, rule, field.grid)
-    defense = random_rule(draw, rule, windows)
+    defense = random_rule(draw, rule, Windows.reached_by(patch, field))
     try:
-        certificate = defense.certify(evidence, windows)
+        return proved(defense, settings, evidence, field, patch)
     except InputError:
         return None
+
+
+def proved(defense: Defense, settings: Evidence, evidence: EvidenceMap, field: Field, patch: Patch) -> bytes:
+    """The file of what the package proves about this evidence."""
+    windows = Windows.reached_by(patch, field)
     return certificate_file.encode(
         defense=defense,
         settings=settings,
         evidence=evidence,
-        certificate=certificate,
+        certificate=defense.certify(evidence, windows),
         field=field,
         patch=patch,
         windows=windows,
@@ -206,10 +210,10 @@ def forged(seed: int, rule: str) -> bytes | None:
 
 def settled(claim: dict[str, Any], layers: np.ndarray, label: int | None = None) -> bytes:
     """The file that claims what the checker itself computes, for its own label or for another one."""
-    values, lower, upper, windows, proved, _ = verify.admit(claim, layers)
-    claim["label"] = proved.label(values) if label is None else label
-    per_window, closest = proved.margins(claim["label"], lower, upper, windows)
-    margin, denominator = min(per_window), claim["units"]["scale"] * proved.multiple
+    values, lower, upper, windows, rule, _ = verify.admit(claim, layers)
+    claim["label"] = rule.label(values) if label is None else label
+    per_window, closest = rule.margins(claim["label"], lower, upper, windows)
+    margin, denominator = min(per_window), claim["units"]["scale"] * rule.multiple
     claim["margin"] = {"units": margin, "denominator": denominator, "value": margin / denominator}
     claim["certified"], claim["rival"] = margin > 0, min(closest)
     claim["weakest"] = None if claim["defense"].get("spatial") is False else per_window.index(margin)
@@ -374,6 +378,14 @@ def decided_by_tau() -> bytes:
         if "but the rule gives" in verify.check_bytes(edited(data, without)).reason:
             return data
     raise AssertionError("no label depends on tau")
+
+
+def decided_behind_one_mask() -> bytes:
+    """An honest file whose label rests on one mask with a lead of more than tau, which no pair of masks leaves."""
+    field, patch = Field(Axis.identity(1), Axis.identity(3)), Patch(1)
+    settings = Evidence(low=None, bits=0)
+    evidence = settings(torch.tensor([[[[9.0, 0.0, 0.0]], [[0.0, 2.0, 2.0]]]]))
+    return proved(DoubleMasking(masks=Windows.reached_by(patch, field), tau=3.0), settings, evidence, field, patch)
 
 
 def relabeled(rule: str) -> bytes:

@@ -71,6 +71,9 @@ def worst(
         else:
             most = middle - 1
     stated["windows"] = [list(box) for box in every[:fewest]]
+    stated["source"] = [1, 1]  # one position, from which all cells are touched
+    for axis in stated["field"].values():
+        axis["starts"] = [0] * len(axis["starts"])
     return stated, layers
 
 
@@ -83,6 +86,7 @@ USUAL = {
     "ImageNet, 26 x 26 cells": (ROBUST, (1000, 26, 26), 529, 441),
     "ImageNet, 26 x 26 cells, a threshold": (SHARE, (1000, 26, 26), 529, 441),
     "ImageNet, 26 x 26 cells, sums": (SUM, (1000, 26, 26), 529),
+    "ImageNet, 26 x 26 cells, two masks": (DOUBLE, (1000, 26, 26), 529, 441),
     "ImageNette, 26 x 26 cells": (DOUBLE, (10, 26, 26), 529, 441),
     "ImageNet, 299 bands": (SHARE, (1000, 1, 299), 299, 299, True),
     "CIFAR-10, 32 x 32 cells": (DOUBLE, (10, 32, 32), 784, 784),

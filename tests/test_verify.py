@@ -660,7 +660,7 @@ def test_the_work_that_is_counted_is_the_work_that_is_done(rule, monkeypatch):
             least = done["entries"] + few + copied
             spared = 2 * number * len(values) * proved.masks._entries if proved.threshold == 1 else 0
         elif rule == "DoubleMasking":
-            least, spared = done["entries"] + few + 2 * len(proved.masks.places) * values.size, 0
+            least, spared = done["entries"] + few + 2 * len(proved.masks.places) * (values.size // 2), 0
         else:
             assert done["entries"] == 0
             least, spared = done["copied"], 0 if proved.spatial else number * values.size

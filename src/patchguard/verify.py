@@ -464,7 +464,7 @@ class DoubleMasking:
 
     def work(self, classes: int, windows: Boxes) -> int:
         """Entries that `label` and `margins` look at."""
-        pairs = self.masks.work(classes) + classes * math.prod(windows.grid)
+        pairs = self.masks.work(classes) + classes * math.prod(windows.grid) // 2
         return 2 * len(self.masks.places) * pairs + len(windows.places) * self.masks.work(1)
 
     def label(self, values: Integers) -> int:

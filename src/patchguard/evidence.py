@@ -102,6 +102,9 @@ class Evidence:
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise InputError(f"`kind` must be one of {', '.join(get_args(Kind))}; got {self.kind!r}.")
+        for name in ("low", "high", "drift", "threshold", "bits"):
+            if isinstance(getattr(self, name), (bool, np.bool_)):
+                raise InputError(f"`{name}` must be a number; got {getattr(self, name)!r}.")
         if not (math.isfinite(self.drift) and self.drift >= 0):
             raise InputError(f"`drift` must be a finite number of at least 0; got {self.drift}.")
         if not (isinstance(self.bits, int) and 0 <= self.bits <= 32):

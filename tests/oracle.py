@@ -84,25 +84,23 @@ def rank_sum(first: int, last: int) -> Rule:
 
 def double_masking(masks: np.ndarray, tau: int = 0) -> Rule:
     hidden = np.array([[np.maximum(m, n) for n in masks] for m in masks])  # masks, masks, cells
+    each = np.arange(len(masks))
 
     def rule(maps: np.ndarray) -> np.ndarray:
         scores = np.einsum("bkc,mnc->bmnk", maps, 1 - hidden)
-        answers = np.empty(len(maps), dtype=np.int64)
-        for b, table in enumerate(scores):  # m, m', classes
-            single = [int(first_max(table[m, m])) for m in range(len(masks))]
-            values, counts = np.unique(single, return_counts=True)
-            answer = values[counts.argmax()]
-            for m in range(len(masks)):
-                if single[m] != answer and leads(table[m], single[m]) and leads(table[m, [m]], single[m], tau):
-                    answer = single[m]
-                    break
-            answers[b] = answer
-        return answers
+        single = first_max(scores[:, each, each])  # contents, masks
+        votes = (single[..., None] == np.arange(maps.shape[1])).sum(1)
+        majority = first_max(votes)
+        believed = leads(scores, single[:, :, None]).all(2) & leads(scores[:, each, each], single, tau)
+        believed &= single != majority[:, None]
+        heard = single[np.arange(len(maps)), first_max(believed)]  # the first mask that is believed
+        return np.where(believed.any(1), heard, majority)
 
-    def leads(sums: np.ndarray, c: int, by: int = 0) -> bool:
-        others = [k for k in range(sums.shape[1]) if k != c]
-        gap = sums[:, [c]] - sums[:, others]
-        return bool(((gap > by) | ((gap == by) & (c < np.array(others)))).all())
+    def leads(sums: np.ndarray, c: np.ndarray, by: int = 0) -> np.ndarray:
+        """Whether class c beats every other by more than `by`, or by just that and has the smaller number."""
+        c = np.broadcast_to(c, sums.shape[:-1])[..., None]
+        gap, k = np.take_along_axis(sums, c, -1) - sums, np.arange(sums.shape[-1])
+        return ((gap > by) | ((gap == by) & (c < k)) | (c == k)).all(-1)
 
     return rule
 

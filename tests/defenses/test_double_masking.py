@@ -2,6 +2,7 @@
 
 import itertools
 
+import jaxtyping
 import numpy as np
 import oracle
 import pytest
@@ -108,6 +109,24 @@ def test_a_larger_tau_overrules_fewer_majorities_and_lowers_margins_by_no_more_t
         assert torch.equal(getattr(proofs[3], entry), getattr(proofs[2], entry))
 
 
+@pytest.mark.parametrize("tau", [9, 40, 400])
+@pytest.mark.parametrize("mask", [(1, 2), (1, 4)], ids=["equal masks", "larger masks"])
+def test_where_tau_exceeds_what_masks_take_away_the_margin_is_the_lead_behind_one_mask(mask, tau) -> None:
+    generator = np.random.default_rng([mask[1], tau])
+    regions, masks = LINE.boxes((1, 2)), LINE.boxes(mask)
+    maps = list(oracle.random_maps(generator, 80, 5, 9, -2, 2, lead=(0.2, 1.0)))
+    found = DoubleMasking(masks=as_windows(LINE, mask), tau=float(tau)).certify(
+        Evidence(low=None, bits=0)(as_tensor(maps, LINE)), as_windows(LINE, (1, 2))
+    )
+    dominated = 0
+    for i, u in enumerate(maps):
+        label = int(found.label[i])
+        expected = oracle.double_masking_margin(u, label, regions, masks, tau)
+        assert float(found.margin[i]) == float(expected)
+        dominated += expected == oracle.double_masking_margin(u, label, regions, masks, tau, "one round")
+    assert dominated >= (80 if tau > 36 else 20)  # 36: the most that four cells can take away is 16, that all can is 36
+
+
 def test_a_third_class_close_behind_keeps_a_mask_from_overruling() -> None:
     """Hiding cell 0 puts class 0 far ahead of the majority's class 1, but only 3 ahead of class 2."""
     maps = torch.tensor([[5.0, 5, 5, 5], [100, 0, 0, 0], [4, 4, 4, 4]]).view(1, 3, 1, 4)
@@ -189,7 +208,8 @@ def test_masks_that_cover_no_window_and_top_k_are_refused(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", [DoubleMasking, MaskedAgreement])
-@pytest.mark.parametrize("tau", [-1.0, float("nan"), float("inf"), 2.0**25])
-def test_a_tau_that_is_no_lead_is_refused(kind, tau) -> None:
+@pytest.mark.parametrize("tau", [-1.0, float("nan"), float("inf"), 2.0**25, True])
+def test_a_tau_that_is_no_lead_is_refused(kind, tau, monkeypatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # only tests check types
     with pytest.raises(InputError, match="`tau` must lie between 0 and 16777216; got"):
         kind(masks=Windows.sliding(grid=(4, 4), size=(1, 1)), tau=tau)

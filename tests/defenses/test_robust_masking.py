@@ -2,6 +2,7 @@
 
 from fractions import Fraction
 
+import jaxtyping
 import numpy as np
 import oracle
 import pytest
@@ -221,8 +222,9 @@ def test_top_k_counts_the_rivals_that_can_pass(threshold) -> None:
         assert threshold > 0 or beaten >= 3
 
 
-@pytest.mark.parametrize("threshold", [-0.1, 1.5, float("nan")])
-def test_a_threshold_outside_0_to_1_is_refused(threshold) -> None:
+@pytest.mark.parametrize("threshold", [-0.1, 1.5, float("nan"), True, False])
+def test_a_threshold_outside_0_to_1_is_refused(threshold, monkeypatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # only tests check types
     with pytest.raises(InputError, match=r"`threshold` must lie in \[0, 1\]"):
         RobustMasking(masks=Windows.sliding(grid=(3, 3), size=(1, 1)), threshold=threshold)
 

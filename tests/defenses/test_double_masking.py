@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 from oracle import CIRCLE, GRID, LINE
-from test_robust_masking import as_tensor, as_windows
+from test_robust_masking import as_tensor, as_windows, assert_right
 
 from patchguard.certificate import DetectionCertificate
 from patchguard.defenses import DoubleMasking, MaskedAgreement, RobustMasking, double_masking
@@ -86,8 +86,15 @@ def test_a_mutant_of_the_double_masking_bound_is_refuted(mutant) -> None:
         margin = oracle.double_masking_margin(u, label, regions, masks, tau, mutant)
         claims = margin == 0 if mutant == "ties" else margin > 0
         if claims and oracle.broken(u, regions, rule, label, (-4096, 4096)).any():
-            return
-    pytest.fail(f"no case refutes the mutant {mutant!r}")
+            break
+    else:
+        pytest.fail(f"no case refutes the mutant {mutant!r}")
+    windows = as_windows(LINE, (1, 3))
+    defense, margin = (
+        DoubleMasking(masks=windows, tau=float(tau)),
+        oracle.double_masking_margin(u, label, regions, masks, tau),
+    )
+    assert_right(defense, Evidence(low=None, bits=0), u, LINE, windows, rule, margin, broken=True)
 
 
 def test_a_larger_tau_overrules_fewer_majorities_and_lowers_margins_by_no_more_than_itself() -> None:
@@ -193,8 +200,12 @@ def test_a_mutant_of_the_agreement_bound_is_refuted(mutant) -> None:
         label = int(oracle.plain_sum(u[None])[0])
         margin = oracle.agreement_margin(u, label, regions, masks, 4, mutant)
         if margin > 0 and oracle.broken(u, regions, rule, label, (-4096, 0, 4096)).any():
-            return
-    pytest.fail(f"no case refutes the mutant {mutant!r}")
+            break
+    else:
+        pytest.fail(f"no case refutes the mutant {mutant!r}")
+    windows = as_windows(LINE, (1, 2))
+    defense, margin = MaskedAgreement(masks=windows, tau=4.0), oracle.agreement_margin(u, label, regions, masks, 4)
+    assert_right(defense, Evidence(low=None, bits=0), u, LINE, windows, rule, margin, broken=True)
 
 
 @pytest.mark.parametrize("kind", [DoubleMasking, MaskedAgreement])

@@ -264,6 +264,7 @@ def test_other_json_is_refused(value: object, message: str) -> None:
     ("step", "message"),
     [
         (CenterCrop(height=9, width=4), "at least 9 x 6 pixels to be cropped; got 8 x 8"),
+        (CenterCrop(height=12, width=4), "at least 12 x 6 pixels to be cropped; got 8 x 8"),
         (Crop(top=5, left=0, height=4, width=8), "at least 9 x 8 pixels"),
     ],
 )

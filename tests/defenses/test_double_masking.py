@@ -121,17 +121,15 @@ def test_a_larger_tau_overrules_fewer_majorities_and_lowers_margins_by_no_more_t
 def test_where_tau_exceeds_what_masks_take_away_the_margin_is_the_lead_behind_one_mask(mask, tau) -> None:
     generator = np.random.default_rng([mask[1], tau])
     regions, masks = LINE.boxes((1, 2)), LINE.boxes(mask)
-    maps = list(oracle.random_maps(generator, 80, 5, 9, -2, 2, lead=(0.2, 1.0)))
-    found = DoubleMasking(masks=as_windows(LINE, mask), tau=float(tau)).certify(
-        Evidence(low=None, bits=0)(as_tensor(maps, LINE)), as_windows(LINE, (1, 2))
-    )
+    maps = list(oracle.random_maps(generator, 40, 5, 9, -2, 2, lead=(0.2, 1.0)))
+    defense, windows = DoubleMasking(masks=as_windows(LINE, mask), tau=float(tau)), as_windows(LINE, (1, 2))
     dominated = 0
-    for i, u in enumerate(maps):
-        label = int(found.label[i])
-        expected = oracle.double_masking_margin(u, label, regions, masks, tau)
-        assert float(found.margin[i]) == float(expected)
-        dominated += expected == oracle.double_masking_margin(u, label, regions, masks, tau, "one round")
-    assert dominated >= (80 if tau > 36 else 20)  # 36: the most that four cells can take away is 16, that all can is 36
+    for u in maps:  # one by one, so that no other image keeps rivals in play that seem not to matter
+        found = defense.certify(Evidence(low=None, bits=0)(as_tensor([u], LINE)), windows)
+        expected = oracle.double_masking_margin(u, int(found.label), regions, masks, tau)
+        assert float(found.margin) == float(expected)
+        dominated += expected == oracle.double_masking_margin(u, int(found.label), regions, masks, tau, "one round")
+    assert dominated >= (40 if tau > 36 else 10)  # no mask takes more than 4 cells, each of them 4 apart, twice over
 
 
 def test_a_third_class_close_behind_keeps_a_mask_from_overruling() -> None:

@@ -129,6 +129,31 @@ def test_sums_and_ranks_promise_just_what_every_drift_and_contents_leave(defense
     assert certified >= 1
 
 
+# A rival of small total that no attack need be caught with, and one of large total that is always caught.
+OVERTAKEN = [
+    [[4, 4, 4, 4, 4], [4, 0, 4, 4, 0], [0, 0, 0, 3, 0]],
+    [[4, 4, 4, 4, 4], [0, 4, 3, 0, 4], [0, 0, 0, 3, 0]],
+    [[4, 4, 4, 4, 4], [1, 0, 4, 4, 1], [2, 1, 0, 0, 0]],
+]
+
+
+@pytest.mark.parametrize(
+    ("mask", "size", "threshold"),
+    [((1, 1), (1, 3), Fraction(0)), ((1, 3), (1, 2), Fraction(1, 2)), ((1, 2), (1, 1), Fraction(1))],
+    ids=["uncovered", "threshold", "no detection"],
+)
+def test_no_rival_is_set_aside_that_could_come_closest(mask, size, threshold) -> None:
+    """Image by image: in a batch, one image keeps rivals in play for all others."""
+    generator = np.random.default_rng(2)
+    regions, masks = LINE.boxes(size), LINE.boxes(mask)
+    defense, windows = RobustMasking(masks=as_windows(LINE, mask), threshold=threshold), as_windows(LINE, size)
+    drawn = generator.integers(0, 5, (40, 3, 5)) * (generator.random((40, 3, 5)) < generator.random((40, 3, 1)))
+    for u in [*map(np.array, OVERTAKEN), *drawn]:
+        evidence = Evidence(low=0.0, high=4.0, bits=0)(as_tensor([u], LINE))
+        expected = oracle.robust_masking_margin(u, 0, regions, masks, threshold, 4)
+        assert float(defense.certify(evidence, windows, label=0).margin) == float(expected)
+
+
 @pytest.mark.parametrize("threshold", [Fraction(0), Fraction(1, 2)], ids=str)
 def test_masks_that_are_the_windows_may_hold_one_another(threshold) -> None:
     """Lemma 1 needs boxes of one size: a mask around the window hides more than the window itself."""

@@ -59,7 +59,7 @@ def test_robust_masking_withstands_several_windows(geometry, masks_count, thresh
 
 def test_greedy_masking_of_two_windows_would_be_unsound() -> None:
     """Hiding the heaviest window, then the heaviest of the rest, is not the heaviest union."""
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(22)
     single = LINE.boxes((1, 3))
     regions = oracle.unions(LINE.boxes((1, 1)), 2)
     pairs = oracle.unions(single, 2)

@@ -104,6 +104,13 @@ def test_a_drift_beyond_the_range_leaves_nothing_certain(kind, drift) -> None:
     assert (found.upper == found.high).all()
 
 
+@pytest.mark.parametrize("drift", [2.0**30, 2.0**41, 2.0**46])
+def test_a_drift_inside_a_very_wide_range_is_charged_in_full(drift) -> None:
+    found = Evidence(low=0.0, high=2.0**48, bits=0, drift=drift)(cells(2.0**47))
+    assert found.lower[0, 0] == 2**47 - drift - 1
+    assert found.upper[0, 0] == 2**47 + drift + 1
+
+
 @pytest.mark.parametrize("drift", [0.25, 0.75, 1.0])
 def test_the_votes_of_predictions_are_sure_and_possible_for_every_drift(drift) -> None:
     """All pairs of logits on a grid of quarters, and all drifts of them on the same grid, written out."""

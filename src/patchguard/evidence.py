@@ -175,9 +175,9 @@ class Evidence:
     def _slack(self, span: int) -> int:
         """The drift in whole units: rounding may move two values that differ by d apart by one more unit.
 
-        More than the whole range is no more drift, and must not overflow.
+        More than the whole range is no more drift, and must not overflow. No range has 2^60 units.
         """
-        return min(math.floor(min(self.drift, 2.0**40) * 2**self.bits) + 1, span) if self.drift > 0 else 0
+        return min(math.floor(min(self.drift, 2.0**60) * 2**self.bits) + 1, span) if self.drift > 0 else 0
 
     def _value(self, local_logits: Tensor) -> Tensor:
         if self.kind == "tanh":

@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -127,17 +128,15 @@ def names_axes(path: list[ast.AST], node: ast.AST) -> bool:
     outer = near[0] if near else None
     if isinstance(outer, ast.Subscript):
         return getattr(outer.value, "attr", "") == "shape"
-    return (
-        called(outer) in SHAPES
-        if isinstance(outer, ast.Call)
-        else getattr(outer, "arg", "") in ("dim", "axis", "keepdim")
-    )
+    if isinstance(outer, ast.Call):
+        return called(outer) in SHAPES
+    return getattr(outer, "arg", "") in ("dim", "axis", "keepdim")
 
 
 def described(path: list[ast.AST], node: ast.AST, other: ast.AST) -> tuple[str, str]:
     """Name a change by its expression, with enough around it to be recognized; `path` leads to the node."""
     if isinstance(node, ast.If):
-        return f"if {ast.unparse(node.test)}", f"if {ast.unparse(other.test)}"  # type: ignore[attr-defined]
+        return f"if {ast.unparse(node.test)}", f"if {ast.unparse(other.test)}"
     for outer in (*reversed(path), None):
         if not isinstance(outer, TELLING) or len(ast.unparse(node)) >= 16:
             return ast.unparse(node), ast.unparse(other) or "nothing"
@@ -194,3 +193,15 @@ def _put(node: ast.AST, name: str, place: int, child: ast.AST) -> None:
         value[place] = child
     else:
         setattr(node, name, child)
+
+
+def explained(table: str) -> set[tuple[str, str, str, str]]:
+    """Read explained mutants: one heading per module, one row (function, before, after, why) per mutant."""
+    keys, module = set(), ""
+    for line in table.splitlines():
+        if line.startswith("## "):
+            module = line[3:].strip().strip("`")
+        cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(cells) == 4 and all(cell.startswith("`") and cell.endswith("`") for cell in cells[:3]):
+            keys.add((module, *(cell[1:-1] for cell in cells[:3])))
+    return keys

@@ -14,7 +14,6 @@ import importlib
 import json
 import os
 import random
-import re
 import resource
 import shutil
 import signal
@@ -25,7 +24,7 @@ import traceback
 from collections import Counter
 from pathlib import Path
 
-from operators import Mutant, mutants_of
+from operators import Mutant, explained, mutants_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "patchguard"
@@ -169,18 +168,6 @@ def survivors_of(module: str, chosen: list[Mutant], copies: list[Path], limit: f
     return survivors
 
 
-def explained() -> set[tuple[str, str, str, str]]:
-    """Read the table of survivors: one heading per module, one row (function, before, after, why) per mutant."""
-    keys, module = set(), ""
-    for line in EXPLAINED.read_text().splitlines() if EXPLAINED.exists() else ():
-        if line.startswith("## "):
-            module = line[3:].strip().strip("`")
-        cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(cells) == 4 and all(cell.startswith("`") and cell.endswith("`") for cell in cells[:3]):
-            keys.add((module, *(cell[1:-1] for cell in cells[:3])))
-    return keys
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--module", action="append", choices=list(TESTS), help="only this module; may be repeated")
@@ -190,7 +177,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="name the mutants, run nothing")
     settings = parser.parse_args()
     os.chdir(ROOT)
-    known, total, equal, unknown = explained(), 0, 0, 0
+    known, total, equal, unknown = explained(EXPLAINED.read_text()), 0, 0, 0
     modules = {module: mutants_of(module, (PACKAGE / module).read_text()) for module in settings.module or TESTS}
     stale = {key for key in known if key[0] in modules and key not in {mutant.key for mutant in modules[key[0]]}}
     for module, function, before, after in sorted(stale):

@@ -84,25 +84,23 @@ def rank_sum(first: int, last: int) -> Rule:
 
 def double_masking(masks: np.ndarray, tau: int = 0) -> Rule:
     hidden = np.array([[np.maximum(m, n) for n in masks] for m in masks])  # masks, masks, cells
+    each = np.arange(len(masks))
 
     def rule(maps: np.ndarray) -> np.ndarray:
         scores = np.einsum("bkc,mnc->bmnk", maps, 1 - hidden)
-        answers = np.empty(len(maps), dtype=np.int64)
-        for b, table in enumerate(scores):  # m, m', classes
-            single = [int(first_max(table[m, m])) for m in range(len(masks))]
-            values, counts = np.unique(single, return_counts=True)
-            answer = values[counts.argmax()]
-            for m in range(len(masks)):
-                if single[m] != answer and leads(table[m], single[m]) and leads(table[m, [m]], single[m], tau):
-                    answer = single[m]
-                    break
-            answers[b] = answer
-        return answers
+        single = first_max(scores[:, each, each])  # contents, masks
+        votes = (single[..., None] == np.arange(maps.shape[1])).sum(1)
+        majority = first_max(votes)
+        believed = leads(scores, single[:, :, None]).all(2) & leads(scores[:, each, each], single, tau)
+        believed &= single != majority[:, None]
+        heard = single[np.arange(len(maps)), first_max(believed)]  # the first mask that is believed
+        return np.where(believed.any(1), heard, majority)
 
-    def leads(sums: np.ndarray, c: int, by: int = 0) -> bool:
-        others = [k for k in range(sums.shape[1]) if k != c]
-        gap = sums[:, [c]] - sums[:, others]
-        return bool(((gap > by) | ((gap == by) & (c < np.array(others)))).all())
+    def leads(sums: np.ndarray, c: np.ndarray, by: int = 0) -> np.ndarray:
+        """Whether class c beats every other by more than `by`, or by just that and has the smaller number."""
+        c = np.broadcast_to(c, sums.shape[:-1])[..., None]
+        gap, k = np.take_along_axis(sums, c, -1) - sums, np.arange(sums.shape[-1])
+        return ((gap > by) | ((gap == by) & (c < k)) | (c == k)).all(-1)
 
     return rule
 
@@ -157,44 +155,36 @@ def robust_masking_margin(
     mutant: str = "",
 ) -> Fraction:
     """min over w and k of LB - UB_k, in exact fractions. `mutant` puts one known mistake in."""
-    t_ = threshold
+    p, q = threshold.numerator, threshold.denominator
     worst: list[Fraction] = []
     for w in regions:
         rest = (u * (1 - w)).sum(1)
         inside = masks @ w  # n(v)
         a = (u * (1 - w)) @ masks.T  # classes, masks
-        filled = a + high * inside
         size = int(w.sum())
         shared = inside
         if mutant == "border":  # overlap counted as if arcs stopped at the end of the list
             shared = np.array([_clipped_overlap(v, w) for v in masks])
-        counted = [Fraction(0)]
-        for v in range(len(masks)):
-            if mutant == "paper":  # Theorem 1: the label's evidence in w is set to zero, nothing is added
-                counts = a[y, v] > t_ * rest[y]
-            else:
-                counts = a[y, v] + high * shared[v] > t_ * (rest[y] + high * shared[v])
-            if counts:
-                counted.append(Fraction(int(a[y, v])))
-        low = Fraction(int(rest[y])) - max(counted)
+        if mutant == "paper":  # Theorem 1: the label's evidence in w is set to zero, nothing is added
+            counts = q * a[y] > p * rest[y]
+        else:
+            counts = q * (a[y] + high * shared) > p * (rest[y] + high * shared)
+        low = int(rest[y]) - max([0, *a[y][counts].tolist()])
         for k in range(len(u)):
             if k == y:
                 continue
-            d = Fraction(int(rest[k])) + high * size - int(filled[k].max())
+            d = int(rest[k]) + high * size - int((a[k] + high * inside).max())
             if mutant == "uncovered":  # Lemma 1 where no mask covers the window
-                d = Fraction(int(rest[k]))
+                d = int(rest[k])
             if mutant == "one mask":  # the largest a_v instead of the masks an attack can be caught by
-                d = Fraction(int(rest[k])) - int(a[k].max())
-            if t_ == 0:
-                up = d
-            else:
-                up = Fraction(int(rest[k])) + high * size
-                if t_ < 1 and mutant != "no division":
-                    up = min(up, d / (1 - t_))
-                if mutant == "no division":
-                    up = d
-                if a[k].max() > t_ * up:
-                    up = d
+                d = int(rest[k]) - int(a[k].max())
+            up = Fraction(d)
+            if p > 0 and mutant != "no division":
+                up = Fraction(int(rest[k]) + high * size)
+                if p < q:
+                    up = min(up, Fraction(d * q, q - p))
+                if q * int(a[k].max()) > p * up:
+                    up = Fraction(d)
             worst.append(low - up)
     return min(worst)
 

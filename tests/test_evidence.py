@@ -1,5 +1,7 @@
 import math
 
+import jaxtyping
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -100,6 +102,61 @@ def test_a_drift_beyond_the_range_leaves_nothing_certain(kind, drift) -> None:
     found = Evidence(kind=kind, high=4.0 if kind == "logits" else None, drift=drift)(4 * torch.rand(2, 3, 2, 2))
     assert (found.lower == found.low).all()
     assert (found.upper == found.high).all()
+
+
+@pytest.mark.parametrize("drift", [2.0**30, 2.0**41, 2.0**46])
+def test_a_drift_inside_a_very_wide_range_is_charged_in_full(drift) -> None:
+    found = Evidence(low=0.0, high=2.0**48, bits=0, drift=drift)(cells(2.0**47))
+    assert found.lower[0, 0] == 2**47 - drift - 1
+    assert found.upper[0, 0] == 2**47 + drift + 1
+
+
+@pytest.mark.parametrize("drift", [0.25, 0.75, 1.0])
+def test_the_votes_of_predictions_are_sure_and_possible_for_every_drift(drift) -> None:
+    """All pairs of logits on a grid of quarters, and all drifts of them on the same grid, written out."""
+    steps = torch.arange(-16, 17, dtype=torch.double) / 4
+    pairs = torch.cartesian_prod(steps, steps)
+    moves = torch.cartesian_prod(*[steps[steps.abs() <= drift]] * 2)
+    rounded = (pairs[:, None] + moves).round()
+    second = rounded[..., 1] > rounded[..., 0]  # a tie goes to the first class
+    wins = torch.stack([~second, second], 1)  # pairs, classes, moves
+    sure, possible = wins.all(2).long(), wins.any(2).long()
+    found = Evidence(kind="prediction", bits=0, drift=drift)(pairs.T.reshape(1, 2, 1, -1))
+    lower, upper = found.lower[0, :, 0].T, found.upper[0, :, 0].T
+    assert (lower <= sure).all()
+    assert (upper >= possible).all()
+    far = (pairs[:, 0] - pairs[:, 1]).abs() > 2 * drift + 3  # beyond what rounding can add
+    assert torch.equal(lower[far], sure[far])
+    assert torch.equal(upper[far], possible[far])
+    assert far.sum() > 50
+
+
+def test_a_third_class_that_drift_could_lift_may_vote_too() -> None:
+    found = Evidence(kind="prediction", bits=0, drift=0.75)(torch.tensor([3.0, 1.0, 0.0]).view(1, 3, 1, 1))
+    assert found.values.flatten().tolist() == [1, 0, 0]
+    assert found.lower.flatten().tolist() == [0, 0, 0]  # 3 - 0.75 and 1 + 0.75 may both round to 2
+    assert found.upper.flatten().tolist() == [1, 1, 0]
+
+
+def test_a_vote_needs_some_confidence_however_low_the_threshold() -> None:
+    logits = torch.tensor([9.0, 0.0, 6.3]).view(1, 3, 1, 1)  # p = 0.94, 0.0001, 0.06: units of 1/16 are 15, 0, 1
+    for threshold, votes in ((1e-9, [1, 0, 1]), (1 / 16, [1, 0, 1]), (2 / 16, [1, 0, 0])):
+        assert Evidence(kind="vote", threshold=threshold, bits=4)(logits).values.flatten().tolist() == votes
+
+
+def test_a_cell_of_nothing_but_nan_predicts_nobody_and_one_with_a_number_does() -> None:
+    logits = torch.full((1, 3, 1, 3), math.nan)
+    logits[0, 2, 0, 1] = -5.0
+    logits[0, 1, 0, 2] = math.inf
+    assert Evidence(kind="prediction")(logits).values[0, :, 0].T.tolist() == [[0, 0, 0], [0, 0, 1], [0, 1, 0]]
+
+
+@pytest.mark.parametrize("name", ["low", "high", "drift", "threshold", "bits"])
+@pytest.mark.parametrize("truth", [True, np.True_], ids=["bool", "numpy"])
+def test_a_boolean_is_no_number(name, truth, monkeypatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # only tests check types
+    with pytest.raises(InputError, match=f"`{name}` must be a number; got (np.)?True"):
+        Evidence(**{name: truth})
 
 
 def test_a_confidence_that_equals_the_threshold_votes() -> None:

@@ -1,3 +1,4 @@
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given
@@ -94,3 +95,10 @@ def test_too_many_unions_are_refused_before_memory_is_taken() -> None:
     with pytest.raises(InputError, match="too many to enumerate"):
         _ = windows.cells
     assert windows.largest_area == 144
+
+
+@pytest.mark.parametrize("grid", [(True, 4), (4, 4.0), (4, 3.7), (4,), (4, 4, 4), (4, -1)])
+def test_a_grid_is_two_whole_numbers(grid, monkeypatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # only tests check types
+    with pytest.raises(InputError, match="`grid` must be two sizes of at least 1"):
+        Windows(grid=grid, rows=((0, 1),), columns=((0, 1),))

@@ -102,6 +102,9 @@ class Evidence:
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise InputError(f"`kind` must be one of {', '.join(get_args(Kind))}; got {self.kind!r}.")
+        for name in ("low", "high", "drift", "threshold", "bits"):
+            if isinstance(getattr(self, name), (bool, np.bool_)):
+                raise InputError(f"`{name}` must be a number; got {getattr(self, name)!r}.")
         if not (math.isfinite(self.drift) and self.drift >= 0):
             raise InputError(f"`drift` must be a finite number of at least 0; got {self.drift}.")
         if not (isinstance(self.bits, int) and 0 <= self.bits <= 32):
@@ -172,9 +175,9 @@ class Evidence:
     def _slack(self, span: int) -> int:
         """The drift in whole units: rounding may move two values that differ by d apart by one more unit.
 
-        More than the whole range is no more drift, and must not overflow.
+        More than the whole range is no more drift, and must not overflow. No range has 2^60 units.
         """
-        return min(math.floor(min(self.drift, 2.0**40) * 2**self.bits) + 1, span) if self.drift > 0 else 0
+        return min(math.floor(min(self.drift, 2.0**60) * 2**self.bits) + 1, span) if self.drift > 0 else 0
 
     def _value(self, local_logits: Tensor) -> Tensor:
         if self.kind == "tanh":

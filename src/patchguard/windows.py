@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import combinations
+from numbers import Integral
 from typing import TYPE_CHECKING, TypeAlias, final
 
 import numpy as np
@@ -47,12 +48,13 @@ class Windows:
     count: int = 1
 
     def __post_init__(self) -> None:
+        whole = all(isinstance(size, Integral) and not isinstance(size, bool) for size in self.grid)
+        if not whole or len(self.grid) != 2 or len(self.wrap) != 2 or min(self.grid) < 1:
+            raise InputError(
+                f"`grid` must be two sizes of at least 1, `wrap` two booleans; got {self.grid}, {self.wrap}."
+            )
         object.__setattr__(self, "grid", tuple(int(size) for size in self.grid))
         object.__setattr__(self, "wrap", tuple(bool(around) for around in self.wrap))
-        if len(self.grid) != 2 or len(self.wrap) != 2 or min(self.grid) < 1:
-            raise InputError(
-                f"`grid` must be two sizes of at least 1, `wrap` two truths; got {self.grid}, {self.wrap}."
-            )
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
             raise InputError(f"`count` must be a whole number of at least 1; got {self.count!r}.")
         for axis, name in enumerate(("rows", "columns")):

@@ -97,6 +97,8 @@ class Cheat(Attack):
             found[:, 0, -1, -1] = 1 - found[:, 0, -1, -1]
         elif self.what == "range":
             found[:, 0, 0, 0] = 1.5
+        elif self.what == "unrounded":
+            found[:, :, :2, :3] = 0.3337  # 85.09 of 255 levels
         elif self.what == "NaN":
             found[:, 0, 0, 0] = torch.nan
         elif self.what == "place":
@@ -104,6 +106,15 @@ class Cheat(Attack):
         elif self.what == "shape":
             found = found[:, :, :4]
         return found, places
+
+
+def test_the_patch_is_rounded_to_8_bits_and_the_rest_is_not() -> None:
+    victim = guard("undefended")
+    images = paintings(4)[0] + 0.0013  # between two levels everywhere
+    attacked = Cheat(what="unrounded")(victim, images, victim.predict(images).label, Patch(2, 3))
+    assert torch.equal(attacked.images[..., 2:, :], images[..., 2:, :])
+    assert torch.equal(attacked.images[..., 3:], images[..., 3:])
+    assert (attacked.images[:, :, :2, :3] == 85 / 255).all()
 
 
 @pytest.mark.parametrize(
@@ -145,6 +156,9 @@ def test_things_of_another_kind_are_named(unchecked) -> None:
         Noise()(victim, images, target, 5)
     with pytest.raises(InputError, match="a method `predict`, as a Guard has; got object"):
         Noise()(object(), images, target, Patch(2))
+    for aim in (torch.ones(4, dtype=torch.bool), torch.ones(4)):
+        with pytest.raises(InputError, match="`aim` must be one class number per image"):
+            Noise()(victim, images, target, Patch(2), aim=aim)
     for places in (torch.zeros(4, 2), torch.zeros(3, 1, 2), torch.zeros(4, 1, 3), [[0, 0]] * 4):
         with pytest.raises(InputError, match=r"\(images, patches, 2\) with 4 images here"):
             apply_patch(torch.zeros(3, 4, 4), images, places)
@@ -202,14 +216,22 @@ def test_attacks_are_built_by_name() -> None:
         ({"steps": 0}, "`steps`"),
         ({"step": 0.0}, "`step`"),
         ({"momentum": 1.0}, "`momentum`"),
+        ({"step": True}, "`step`"),
+        ({"momentum": False}, "`momentum`"),
         ({"locations": 0}, "`locations`"),
         ({"search": "everywhere"}, "`search` must be one of random, occlusion, gradient, certificate"),
         ({"objective": "loss"}, "`objective`"),
     ],
 )
-def test_settings_are_checked(settings, match) -> None:
+def test_settings_are_checked(settings, match, unchecked) -> None:
     with pytest.raises(InputError, match=match):
         PatchPGD(**settings)
+
+
+@pytest.mark.parametrize("matching", [-0.1, 1.1, True])
+def test_a_share_of_matching_steps_is_a_number_from_0_to_1(matching, unchecked) -> None:
+    with pytest.raises(InputError, match="`matching` must be a share"):
+        Adaptive(matching=matching)
 
 
 def test_the_whole_batch_may_be_wrong_already() -> None:

@@ -4,11 +4,14 @@ from itertools import product
 
 import pytest
 import torch
-from painted import SIDE, guard
+from painted import SIDE, Strongest, guard
 from tiny import bagnet_guard, pictures, srf_guard
+from torch import nn
 
 from patchguard.attacks.base import covered
 from patchguard.attacks.closeup import closeup
+from patchguard.guard import Guard
+from patchguard.models import wrap
 from patchguard.patch import Patch
 
 VICTIMS = {
@@ -47,3 +50,23 @@ def test_there_is_none_where_it_does_not_hold_or_does_not_pay() -> None:
     assert closeup(guard("robust"), images, places, Patch(11), size=8, half=True) is None  # nearly all of the image
     twice = places.expand(-1, 2, -1)
     assert closeup(guard("robust"), images, twice, Patch(2, count=2), size=8, half=True) is None
+
+
+class Sized(nn.Module):
+    """Answers by the size of what it is shown: a cut-out of an image looks different to it."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.body, self.share = Strongest(), share
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.body(images) * (1 + self.share * (images.shape[-1] / SIDE - 1))
+
+
+@pytest.mark.parametrize(("share", "holds"), [(0.0, True), (0.002, True), (0.5, False)])
+def test_there_is_none_for_a_network_that_answers_by_the_size_of_the_image(share, holds) -> None:
+    plain = guard("robust")
+    model = wrap(Sized(share), classes=3, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), smallest_input=(3, 3))
+    victim = Guard(plain.preprocess, model, plain.evidence, plain.defense)
+    images, places = pictures(3, SIDE), torch.full((3, 1, 2), 4)
+    assert (closeup(victim, images, places, Patch(2), size=8, half=True) is not None) == holds

@@ -104,6 +104,34 @@ def test_a_positive_pair_score_is_a_flipped_label(name) -> None:
     assert (score < 0).any()
 
 
+@pytest.mark.parametrize("tau", [0.0, 4.0])
+@pytest.mark.parametrize("part", ["everything", "some cells"])
+def test_the_pair_score_is_its_formula_written_out(part, tau) -> None:
+    generator = torch.Generator().manual_seed(8)
+    masks = Windows.sliding(grid=(3, 4), size=(2, 2))
+    maps = torch.randn(30, 4, 3, 4, generator=generator)
+    target, aim = torch.full((30,), 1), torch.full((30,), 2)
+    owned = torch.zeros(30, 3, 4, dtype=torch.bool)
+    owned[:, :2, 1:3] = part == "some cells"
+    case = Case(target=target, aim=aim, owned=owned if part == "some cells" else None)
+    found = defended_score(DoubleMasking(masks=masks, tau=tau), Evidence(low=None), maps, case)
+    boxes = [torch.from_numpy(box).view(3, 4) for box in masks.cells]
+    decided = 0
+    for i, u in enumerate(maps):
+        lead = (u[1] - u[2]).masked_fill(owned[i], 0)  # of the target over the aim
+        first = max(range(len(boxes)), key=lambda m: float(lead[boxes[m]].sum()))
+        lacking = []
+        for number, box in enumerate(boxes):
+            seen = u * ~(box | boxes[first])
+            ahead = max(float((seen[k] - seen[2]).sum()) for k in (0, 1, 3))
+            lacking.append(ahead + (tau if number == first else 0.0))
+        short = [each for each in lacking if each > 0]
+        expected = -(max(lacking) + sum(short) / max(1, len(short)))
+        assert float(found[i]) == pytest.approx(expected, abs=1e-4)
+        decided += max(lacking) == lacking[first]
+    assert decided >= (10 if tau else 1)
+
+
 def test_cross_entropy_goes_away_from_the_target_or_towards_the_aim() -> None:
     logits = torch.zeros(1, 3, 2, 2, requires_grad=True)
     away = torch.autograd.grad(cross_entropy(logits, Case(target=torch.tensor([0]))).sum(), logits)[0]

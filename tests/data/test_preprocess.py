@@ -167,6 +167,19 @@ def test_enlarging_cifar_for_bagnet_17_widens_the_windows(mode: Any, cells: list
         assert widest == cells
 
 
+@pytest.mark.parametrize("size", range(2, 12))
+def test_a_center_crop_leaves_equal_borders_or_starts_at_an_even_pixel(size: int) -> None:
+    images = torch.arange(121.0).view(1, 1, 11, 11) / 121
+    for height, width in itertools.product((1, 2, size), repeat=2):
+        step = CenterCrop(height=height, width=width)
+        axes = step.support(11, 11)
+        for axis, length in ((axes.rows, height), (axes.columns, width)):
+            before, after = axis.starts[0], 11 - axis.starts[0] - length
+            assert before == after if (11 - length) % 2 == 0 else abs(before - after) == 1 and before % 2 == 0
+        top, left = axes.rows.starts[0], axes.columns.starts[0]
+        assert torch.equal(step(images), images[..., top : top + height, left : left + width])
+
+
 def test_no_steps_change_nothing() -> None:
     images = torch.rand(2, 3, 5, 7, generator=torch.Generator().manual_seed(0))
     assert Preprocess()(images) is images
@@ -181,7 +194,15 @@ def test_padding_reads_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [((375, 500), (256, 341)), ((500, 375), (341, 256)), ((100, 100), (256, 256))]
+    ("before", "after"),
+    [
+        ((375, 500), (256, 341)),
+        ((500, 375), (341, 256)),
+        ((100, 100), (256, 256)),
+        ((3, 5), (256, 426)),  # 426.67, rounded down
+        ((5, 3), (426, 256)),
+        ((257, 300), (256, 298)),  # 298.83
+    ],
 )
 def test_the_shorter_side_keeps_the_shape(before: tuple[int, int], after: tuple[int, int]) -> None:
     assert Resize(shorter=256).output_size(*before) == after
@@ -243,6 +264,7 @@ def test_other_json_is_refused(value: object, message: str) -> None:
     ("step", "message"),
     [
         (CenterCrop(height=9, width=4), "at least 9 x 6 pixels to be cropped; got 8 x 8"),
+        (CenterCrop(height=12, width=4), "at least 12 x 6 pixels to be cropped; got 8 x 8"),
         (Crop(top=5, left=0, height=4, width=8), "at least 9 x 8 pixels"),
     ],
 )

@@ -2,12 +2,13 @@
 
 import itertools
 
+import jaxtyping
 import numpy as np
 import oracle
 import pytest
 import torch
 from oracle import CIRCLE, GRID, LINE
-from test_robust_masking import as_tensor, as_windows
+from test_robust_masking import as_tensor, as_windows, assert_right
 
 from patchguard.certificate import DetectionCertificate
 from patchguard.defenses import DoubleMasking, MaskedAgreement, RobustMasking, double_masking
@@ -85,8 +86,15 @@ def test_a_mutant_of_the_double_masking_bound_is_refuted(mutant) -> None:
         margin = oracle.double_masking_margin(u, label, regions, masks, tau, mutant)
         claims = margin == 0 if mutant == "ties" else margin > 0
         if claims and oracle.broken(u, regions, rule, label, (-4096, 4096)).any():
-            return
-    pytest.fail(f"no case refutes the mutant {mutant!r}")
+            break
+    else:
+        pytest.fail(f"no case refutes the mutant {mutant!r}")
+    windows = as_windows(LINE, (1, 3))
+    defense, margin = (
+        DoubleMasking(masks=windows, tau=float(tau)),
+        oracle.double_masking_margin(u, label, regions, masks, tau),
+    )
+    assert_right(defense, Evidence(low=None, bits=0), u, LINE, windows, rule, margin, broken=True)
 
 
 def test_a_larger_tau_overrules_fewer_majorities_and_lowers_margins_by_no_more_than_itself() -> None:
@@ -106,6 +114,22 @@ def test_a_larger_tau_overrules_fewer_majorities_and_lowers_margins_by_no_more_t
         assert 0 < lost.max() <= 3
     for entry in ("margin", "weakest", "rival"):
         assert torch.equal(getattr(proofs[3], entry), getattr(proofs[2], entry))
+
+
+@pytest.mark.parametrize("tau", [9, 40, 400])
+@pytest.mark.parametrize("mask", [(1, 2), (1, 4)], ids=["equal masks", "larger masks"])
+def test_where_tau_exceeds_what_masks_take_away_the_margin_is_the_lead_behind_one_mask(mask, tau) -> None:
+    generator = np.random.default_rng([mask[1], tau])
+    regions, masks = LINE.boxes((1, 2)), LINE.boxes(mask)
+    maps = list(oracle.random_maps(generator, 40, 5, 9, -2, 2, lead=(0.2, 1.0)))
+    defense, windows = DoubleMasking(masks=as_windows(LINE, mask), tau=float(tau)), as_windows(LINE, (1, 2))
+    dominated = 0
+    for u in maps:  # one by one, so that no other image keeps rivals in play that seem not to matter
+        found = defense.certify(Evidence(low=None, bits=0)(as_tensor([u], LINE)), windows)
+        expected = oracle.double_masking_margin(u, int(found.label), regions, masks, tau)
+        assert float(found.margin) == float(expected)
+        dominated += expected == oracle.double_masking_margin(u, int(found.label), regions, masks, tau, "one round")
+    assert dominated >= (40 if tau > 36 else 10)  # no mask takes more than 4 cells, each of them 4 apart, twice over
 
 
 def test_a_third_class_close_behind_keeps_a_mask_from_overruling() -> None:
@@ -174,8 +198,12 @@ def test_a_mutant_of_the_agreement_bound_is_refuted(mutant) -> None:
         label = int(oracle.plain_sum(u[None])[0])
         margin = oracle.agreement_margin(u, label, regions, masks, 4, mutant)
         if margin > 0 and oracle.broken(u, regions, rule, label, (-4096, 0, 4096)).any():
-            return
-    pytest.fail(f"no case refutes the mutant {mutant!r}")
+            break
+    else:
+        pytest.fail(f"no case refutes the mutant {mutant!r}")
+    windows = as_windows(LINE, (1, 2))
+    defense, margin = MaskedAgreement(masks=windows, tau=4.0), oracle.agreement_margin(u, label, regions, masks, 4)
+    assert_right(defense, Evidence(low=None, bits=0), u, LINE, windows, rule, margin, broken=True)
 
 
 @pytest.mark.parametrize("kind", [DoubleMasking, MaskedAgreement])
@@ -189,7 +217,8 @@ def test_masks_that_cover_no_window_and_top_k_are_refused(kind) -> None:
 
 
 @pytest.mark.parametrize("kind", [DoubleMasking, MaskedAgreement])
-@pytest.mark.parametrize("tau", [-1.0, float("nan"), float("inf"), 2.0**25])
-def test_a_tau_that_is_no_lead_is_refused(kind, tau) -> None:
+@pytest.mark.parametrize("tau", [-1.0, float("nan"), float("inf"), 2.0**25, True])
+def test_a_tau_that_is_no_lead_is_refused(kind, tau, monkeypatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # only tests check types
     with pytest.raises(InputError, match="`tau` must lie between 0 and 16777216; got"):
         kind(masks=Windows.sliding(grid=(4, 4), size=(1, 1)), tau=tau)

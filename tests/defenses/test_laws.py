@@ -97,6 +97,24 @@ def test_a_batch_row_equals_the_image_alone(name, monkeypatch) -> None:
 
 
 @EVERY
+def test_labels_given_for_a_batch_that_is_split_belong_to_their_images(name, monkeypatch) -> None:
+    defense, evidence = DEFENSES[name]
+    maps = evidence(logits(7))
+    windows = Windows.sliding(grid=GRID, size=(2, 3))
+    label = torch.tensor([0, 2, 1, 2, 4, 3, 2])
+    alone = [defense.certify(maps[i : i + 1], windows, label=int(label[i])) for i in range(7)]
+    monkeypatch.setitem(base.ELEMENTS, "cpu", 2 * maps.values[0].numel())  # two images at a time
+    split = defense.certify(maps, windows, label=label)
+    assert torch.equal(split.label, label)
+    for field in ("margin", "weakest", "rival"):
+        assert torch.equal(getattr(split, field), torch.cat([getattr(each, field) for each in alone]))
+    broken = logits(7)
+    broken[5, 0, 0, 0] = torch.inf
+    with pytest.raises(InputError, match="image 5 of the batch"):
+        defense.certify(evidence(broken), windows, label=label)
+
+
+@EVERY
 def test_local_logits_are_quantised_with_the_defenses_own_evidence(name) -> None:
     defense, _ = DEFENSES[name]
     maps = logits(4)
@@ -120,6 +138,9 @@ def test_bad_input_is_refused_with_a_sentence(name) -> None:
     maps = evidence(logits(2))
     with pytest.raises(InputError, match="windows of a 5 x 5 grid"):
         defense.certify(maps, Windows.sliding(grid=(5, 5), size=(2, 2)))
+    for grid in ((6, 5), (5, 7), (7, 6)):
+        with pytest.raises(InputError, match=f"grid of 6 x 7 cells; got windows of a {grid[0]} x {grid[1]} grid"):
+            defense.certify(maps, Windows.sliding(grid=grid, size=(2, 2)))
     for top_k in (0, 5, 9):
         with pytest.raises(InputError, match="`top_k` must be"):
             defense.certify(maps, windows, top_k=top_k)
@@ -143,8 +164,9 @@ def test_masks_of_another_grid_are_refused(name) -> None:
     defense, evidence = DEFENSES[name]
     if not hasattr(defense, "masks"):
         return
-    with pytest.raises(InputError, match="Build the masks for this grid"):
-        defense.predict(evidence(torch.rand(1, 3, 5, 5)))
+    for grid in ((5, 5), (6, 5), (5, 7)):
+        with pytest.raises(InputError, match="Build the masks for this grid"):
+            defense.predict(evidence(torch.rand(1, 3, *grid)))
 
 
 def test_settings_are_shown_faithfully() -> None:

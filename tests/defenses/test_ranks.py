@@ -4,7 +4,7 @@ import numpy as np
 import oracle
 import pytest
 from oracle import CIRCLE, GRID, LINE
-from test_robust_masking import as_tensor, as_windows
+from test_robust_masking import as_tensor, as_windows, assert_right
 
 from patchguard.defenses import CellMasking, Median, TrimmedMean
 from patchguard.errors import InputError
@@ -56,8 +56,12 @@ def test_rank_rules_are_certified_exactly(name, geometry, count, spatial) -> Non
 
 
 @pytest.mark.parametrize("mutant", ["forgets the label's loss", "forgets the rival's gain", "ties"])
-@pytest.mark.parametrize("ranks", [(1, 7), (5, 5), (3, 7)], ids=["cells", "median", "trimmed"])
-def test_a_mutant_of_the_rank_bound_is_refuted(mutant, ranks) -> None:
+@pytest.mark.parametrize(
+    ("defense", "ranks"),
+    [(CellMasking(cells=2), (1, 7)), (Median(), (5, 5)), (TrimmedMean(trim=2), (3, 7))],
+    ids=["cells", "median", "trimmed"],
+)
+def test_a_mutant_of_the_rank_bound_is_refuted(mutant, defense, ranks) -> None:
     generator = np.random.default_rng(1)
     regions, rule = LINE.boxes((1, 2)), oracle.rank_sum(*ranks)
     for u in oracle.random_maps(generator, 3000, 2, 9, 0, 3):
@@ -65,8 +69,11 @@ def test_a_mutant_of_the_rank_bound_is_refuted(mutant, ranks) -> None:
         margin = oracle.rank_margin(u, label, regions, ranks, 0, 3, mutant)
         claims = margin >= 0 if mutant == "ties" else margin > 0
         if claims and oracle.broken(u, regions, rule, label, (0, 1, 3)).any():
-            return
-    pytest.fail(f"no case refutes the mutant {mutant!r}")
+            break
+    else:
+        pytest.fail(f"no case refutes the mutant {mutant!r}")
+    evidence, margin = Evidence(low=0.0, high=3.0, bits=0), oracle.rank_margin(u, label, regions, ranks, 0, 3)
+    assert_right(defense, evidence, u, LINE, as_windows(LINE, (1, 2)), rule, margin, broken=True)
 
 
 def test_an_attack_on_more_cells_than_are_set_aside_is_refused_for_unbounded_evidence() -> None:

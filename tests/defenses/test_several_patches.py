@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 from oracle import CIRCLE, LINE, Geometry
-from test_robust_masking import as_tensor, as_windows
+from test_robust_masking import as_tensor, as_windows, assert_right
 
 from patchguard.defenses import (
     CellMasking,
@@ -59,7 +59,7 @@ def test_robust_masking_withstands_several_windows(geometry, masks_count, thresh
 
 def test_greedy_masking_of_two_windows_would_be_unsound() -> None:
     """Hiding the heaviest window, then the heaviest of the rest, is not the heaviest union."""
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(22)
     single = LINE.boxes((1, 3))
     regions = oracle.unions(LINE.boxes((1, 1)), 2)
     pairs = oracle.unions(single, 2)
@@ -74,8 +74,15 @@ def test_greedy_masking_of_two_windows_would_be_unsound() -> None:
         label = int(greedy(u[None])[0])
         margin = oracle.robust_masking_margin(u, label, regions, pairs, Fraction(0), 4)
         if margin > 0 and oracle.broken(u, regions, greedy, label, (0, 2, 4)).any():
-            return
-    pytest.fail("no case refutes the greedy rule")
+            break
+    else:
+        pytest.fail("no case refutes the greedy rule")
+    rule = oracle.robust_masking(pairs, Fraction(0))
+    label = int(rule(u[None])[0])
+    margin = oracle.robust_masking_margin(u, label, regions, pairs, Fraction(0), 4)
+    broken = oracle.broken(u, regions, rule, label, (0, 2, 4)).any()
+    defense, windows = RobustMasking(masks=as_windows(LINE, (1, 3), 2)), as_windows(LINE, (1, 1), 2)
+    assert_right(defense, Evidence(low=0.0, high=4.0, bits=0), u, LINE, windows, rule, margin, broken)
 
 
 @pytest.mark.parametrize(("kind", "tau"), [(DoubleMasking, 0), (DoubleMasking, 2), (MaskedAgreement, 0)])
@@ -141,8 +148,13 @@ def test_treating_two_patches_as_one_is_refuted() -> None:
         label = int(oracle.plain_sum(u[None])[0])
         claims = oracle.clipped_sum_margin(u, label, boxes, 0, 2) > 0
         if claims and oracle.broken(u, oracle.unions(boxes, 2), oracle.plain_sum, label, (0, 2)).any():
-            return
-    pytest.fail("no case needs both patches")
+            break
+    else:
+        pytest.fail("no case needs both patches")
+    evidence, margin = Evidence(low=0.0, high=2.0, bits=0), oracle.clipped_sum_margin(u, label, boxes, 0, 2)
+    assert_right(ClippedSum(), evidence, u, LINE, as_windows(LINE, (1, 1)), oracle.plain_sum, margin, broken=False)
+    margin = oracle.clipped_sum_margin(u, label, oracle.unions(boxes, 2), 0, 2)
+    assert_right(ClippedSum(), evidence, u, LINE, as_windows(LINE, (1, 1), 2), oracle.plain_sum, margin, broken=True)
 
 
 def test_what_would_not_finish_is_refused_and_the_position_free_certificate_offered() -> None:

@@ -7,7 +7,7 @@ import oracle
 import pytest
 import torch
 from oracle import CIRCLE, GRID, LINE
-from test_robust_masking import as_tensor, as_windows
+from test_robust_masking import as_tensor, as_windows, assert_right
 
 from patchguard.defenses import ClippedSum, MajorityVote, RobustMasking, Undefended
 from patchguard.errors import InputError
@@ -83,8 +83,14 @@ def test_a_mutant_of_the_sum_bound_is_refuted(mutant) -> None:
             margin = oracle.clipped_sum_margin(u, label, regions, -1, 1, mutant)
         claims = margin >= 0 if mutant == "ties" else margin > 0
         if claims and oracle.broken(u, regions, oracle.plain_sum, label, (-1, 1)).any():
-            return
-    pytest.fail(f"no case refutes the mutant {mutant!r}")
+            break
+    else:
+        pytest.fail(f"no case refutes the mutant {mutant!r}")
+    spatial = mutant != "published with one n"
+    bound = oracle.clipped_sum_margin if spatial else oracle.published_sum_margin
+    evidence, margin = Evidence(low=-1.0, high=1.0, bits=0), bound(u, label, regions, -1, 1)
+    windows = as_windows(LINE, (1, 3))
+    assert_right(ClippedSum(spatial=spatial), evidence, u, LINE, windows, oracle.plain_sum, margin, broken=True)
 
 
 def test_the_spatial_rule_certifies_all_that_the_published_one_does_and_more() -> None:

@@ -228,3 +228,15 @@ def test_votes_count_whole_and_learn_through_confidences() -> None:
     confidence = local_logits.softmax(1)
     (confidence * torch.arange(votes.numel()).view_as(votes)).sum().backward()
     torch.testing.assert_close(through_votes, local_logits.grad)
+
+
+def test_a_confidence_of_0_costs_what_the_least_confidence_does_and_teaches_nothing() -> None:
+    means = torch.tensor([[0.0, 0.25, 0.75]], requires_grad=True)
+    found = losses.Goal(probabilities=True)(means, torch.tensor([0]))
+    assert float(found.detach()) == pytest.approx(math.log((1 + losses.LEAST) / losses.LEAST), abs=1e-5)
+    found.backward()
+    assert means.grad[0, 0] == 0
+    assert torch.isfinite(means.grad).all()
+    above = torch.tensor([[2 * losses.LEAST, 0.25, 0.75]], requires_grad=True)
+    losses.Goal(probabilities=True)(above, torch.tensor([0])).backward()
+    assert above.grad[0, 0] < 0

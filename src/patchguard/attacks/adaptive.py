@@ -46,7 +46,7 @@ class Adaptive(Attack):
     def __post_init__(self) -> None:
         for name in ("locations", "restarts"):
             check_count(name, getattr(self, name))
-        if not 0 <= self.matching <= 1:
+        if isinstance(self.matching, bool) or not 0 <= self.matching <= 1:
             raise InputError(f"`matching` must be a share of the steps from 0 to 1; got {self.matching}.")
         _ = self.pace
 

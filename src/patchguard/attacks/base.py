@@ -190,7 +190,8 @@ def _checked(attack: Attack, original: Images, found: Tensor, places: Tensor, pa
 def _classes(name: str, value: Tensor | int, count: int, answer: Prediction) -> Tensor:
     if isinstance(value, int) and not isinstance(value, bool):
         value = torch.full((count,), value)
-    if not isinstance(value, Tensor) or value.shape != (count,) or value.is_floating_point():
+    whole = isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
+    if not isinstance(value, Tensor) or not whole or value.shape != (count,):
         raise InputError(f"`{name}` must be one class number per image, {count} in all.")
     classes = answer.scores.shape[1]
     low, high = int(value.min()), int(value.max())

@@ -55,9 +55,9 @@ class Pace:
     def __post_init__(self) -> None:
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
             raise InputError(f"`steps` must be a whole number of at least 1; got {self.steps!r}.")
-        if not 0 < self.step <= 1:
+        if isinstance(self.step, bool) or not 0 < self.step <= 1:
             raise InputError(f"`step` must lie above 0 and be at most 1, the range of a pixel; got {self.step}.")
-        if not 0 <= self.momentum < 1:
+        if isinstance(self.momentum, bool) or not 0 <= self.momentum < 1:
             raise InputError(f"`momentum` must be at least 0 and below 1; got {self.momentum}.")
 
     def length(self, number: int) -> float:

@@ -165,7 +165,7 @@ def check_covered(masks: Windows, windows: Windows, *, otherwise: str = "") -> N
 
 def check_tau(tau: float) -> None:
     """Raise unless a lead of more than `tau` can be asked for: less than 0 asks for none."""
-    if not 0 <= tau <= LARGEST_TAU:
+    if isinstance(tau, bool) or not 0 <= tau <= LARGEST_TAU:
         raise InputError(f"`tau` must lie between 0 and {LARGEST_TAU:.0f}; got {tau}.")
 
 

@@ -59,7 +59,7 @@ class RobustMasking(Defense[Certificate]):
     default_evidence: ClassVar[Evidence] = Evidence(kind="logits", low=0.0)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.threshold <= 1:
+        if isinstance(self.threshold, bool) or not 0 <= self.threshold <= 1:
             raise InputError(f"`threshold` must lie in [0, 1]; got {self.threshold}.")
         exact = Fraction(self.threshold).limit_denominator(LARGEST_DENOMINATOR)
         if abs(exact - Fraction(self.threshold)) > Fraction(1, 10**12):

@@ -55,7 +55,7 @@ def test_a_model_card_is_about_the_file_that_is_published(name: str) -> None:
 
 def test_the_embedded_model_is_small_and_the_others_fit_their_folder() -> None:
     assert (zoo.CHECKPOINTS / "cifar10.safetensors").stat().st_size <= 13_000_000
-    assert sum(path.stat().st_size for path in zoo.CLONE.glob("*")) <= 90_000_000
+    assert sum(path.stat().st_size for path in zoo.CLONE.glob("*")) <= 115_000_000
 
 
 # -- examples on pages -------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from patchguard.field import Field
 from patchguard.guard import Guard
 from patchguard.models import wrap
 from patchguard.models.ablation import Ablation
+from patchguard.patch import Patch
 from patchguard.program import export_program, trace
 
 SIDE = 8
@@ -256,7 +257,7 @@ def test_a_network_that_is_more_than_a_function_of_the_image_is_refused(network:
     images = torch.rand(3, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
     guard = Guard(Preprocess(), wrap(network(), classes=2), Evidence(low=-1.0, high=1.0), ClippedSum())
     with pytest.raises(InputError, match=REFUSED[network]):
-        guard.predict(images)
+        guard.certify(images, Patch(2))
 
 
 def test_a_refused_network_leaves_the_next_one_in_peace() -> None:

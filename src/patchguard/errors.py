@@ -5,6 +5,10 @@ class InputError(ValueError):
     """Says which input is wrong, what it must be, what it was, and what to do about it."""
 
 
+class NoFieldError(InputError):
+    """A network whose field cannot be derived: it may still answer, but nothing can be proved about its answers."""
+
+
 def nearest(name: str, known: list[str]) -> str:
     """Return a hint that names the known word closest to `name`, or all of them."""
     import difflib

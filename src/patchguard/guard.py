@@ -25,7 +25,7 @@ from patchguard.certificate import Answer, Certificate, Prediction, concatenate
 from patchguard.data.images import check_images
 from patchguard.data.preprocess import Preprocess
 from patchguard.defenses.base import Defense, Proof
-from patchguard.errors import InputError
+from patchguard.errors import InputError, NoFieldError
 from patchguard.evidence import Evidence, EvidenceMap
 from patchguard.field import Field, compose
 from patchguard.models.base import LocalModel
@@ -126,7 +126,7 @@ class Guard(Generic[Proof]):
         windows: list[Windows] = []
         proofs: list[list[Proof]] = []
         first = 0
-        for local_logits in self._local_logits(images):
+        for local_logits in self._local_logits(images, proving=True):
             # Looked up only now: a GPU is at work on the logits meanwhile.
             windows = windows or [self.windows(each, *images.shape[-2:]) for each in patches]
             evidence = self._evidence(local_logits, images)
@@ -157,7 +157,10 @@ class Guard(Generic[Proof]):
         that a smaller one can. (Only the bounds of robust masking with a threshold above 0 might certify one size and
         not a smaller one; the side is then still certified, perhaps not the largest.)
         """
-        sides = [self._largest_sides(self._evidence(part, images), images) for part in self._local_logits(images)]
+        sides = [
+            self._largest_sides(self._evidence(part, images), images)
+            for part in self._local_logits(images, proving=True)
+        ]
         return torch.cat(sides).to(images.device)
 
     def _largest_sides(self, evidence: EvidenceMap, images: Images) -> Int64[Tensor, " some"]:
@@ -218,18 +221,30 @@ class Guard(Generic[Proof]):
         """Return the Guard for images that are already preprocessed: patches then live in network pixels."""
         return replace(self, preprocess=Preprocess())
 
-    def _local_logits(self, images: Images) -> Iterator[Float[Tensor, "some classes rows columns"]]:
-        """Check the images, and run them through the network in parts that fit the memory."""
+    def _local_logits(
+        self, images: Images, *, proving: bool = False
+    ) -> Iterator[Float[Tensor, "some classes rows columns"]]:
+        """Check the images, and run them through the network in parts that fit the memory.
+
+        A network without a field may answer; for `proving`, it is refused before it runs.
+        """
         check_images(images)
         device, dtype = placement(self.model)
         height, width = self.preprocess.output_size(*images.shape[-2:])
         self.model.check_size(height, width)
         at_once = PIXELS_AT_ONCE.get(device.type, PIXELS_AT_ONCE["cuda"]) // (height * width)
-        program = self.model.program(height, width)
+        run = self.model.program(height, width) if proving else self._network(height, width)
         for part in torch.split(images, min(max(1, at_once), LARGEST_BATCH)):
             with evaluating(self.model), full_precision(device):
-                local_logits = program(self.preprocess(part.to(device)).to(dtype))
+                local_logits = run(self.preprocess(part.to(device)).to(dtype))
             yield local_logits
+
+    def _network(self, height: int, width: int) -> Callable[[Tensor], Tensor]:
+        """Return the program of the network; or the network itself if it has no field, and so no certificate either."""
+        try:
+            return self.model.program(height, width)
+        except NoFieldError:
+            return self.model
 
     def _cells(self, height: int, width: int) -> Field:
         """Return the field of the network alone, which keeps it as long as its layers stay the same."""

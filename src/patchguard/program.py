@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.export import Dim, ExportedProgram
 
-from patchguard.errors import InputError
+from patchguard.errors import InputError, NoFieldError
 from patchguard.field import Field
 from patchguard.runtime import LARGEST_BATCH, evaluating, full_precision, placement, quiet
 from patchguard.trace import derive_field
@@ -51,7 +51,7 @@ def arrange(pixels: Float[Tensor, "batch channels height width"]) -> Float[Tenso
     return pixels.contiguous(memory_format=torch.channels_last) if pixels.device.type == "cpu" else pixels
 
 
-_programs: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], Program]] = WeakKeyDictionary()
+_programs: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], Program | NoFieldError]] = WeakKeyDictionary()
 _compared: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()
 
 
@@ -71,13 +71,19 @@ def export_program(module: nn.Module, size: tuple[int, int], *, channels: int = 
     with torch.inference_mode(False):  # a graph cannot be exported from inference tensors
         known = _programs.setdefault(module, {})
         key = (height, width, channels, *placement(module), _structure(module))
-        if key not in known:
-            exported = _export(module, (2, channels, height, width))
-            program = Program(exported.module(), derive_field(exported, module, height, width))
-            _compare(module, program, (channels, height, width))
+        program = known.get(key)
+        if program is None:
+            try:
+                exported = _export(module, (2, channels, height, width))
+                program = Program(exported.module(), derive_field(exported, module, height, width))
+                _compare(module, program, (channels, height, width))
+            except NoFieldError as refusal:
+                program = refusal
             known[key] = program
-        _share_tensors(module, known[key].graph)
-    return known[key]
+        if isinstance(program, NoFieldError):
+            raise NoFieldError(str(program)) from program.__cause__
+        _share_tensors(module, program.graph)
+    return program
 
 
 def check_function_of_the_image(module: nn.Module, shape: tuple[int, int, int]) -> None:
@@ -155,7 +161,7 @@ def _export(module: nn.Module, shape: tuple[int, ...]) -> ExportedProgram:
                     "`module` must treat every image by itself, however many there are; its operations depend on the "
                     f"number of images in the batch ({reason}). Leave the first dimension alone."
                 ) from error
-            raise InputError(
+            raise NoFieldError(
                 f"`module` must be a network that torch.export can trace on a {shape[2]} x {shape[3]} image; "
                 f"it stopped with: {reason} Mend the network, or give its field yourself and audit it."
             ) from error

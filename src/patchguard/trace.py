@@ -9,11 +9,11 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import Node
 
-from patchguard.errors import InputError
+from patchguard.errors import InputError, NoFieldError
 from patchguard.field import Axis, Field
 from patchguard.tracing import mixing, shaping, sliding
 from patchguard.tracing.call import Call, Constant, Rule
-from patchguard.tracing.layout import Layout, Refused, describe, images, only_channels, pixels
+from patchguard.tracing.layout import Layout, Refused, Unrunnable, describe, images, only_channels, pixels
 from patchguard.tracing.layout import channels as plain_channels
 
 _ENTRY_BY_ENTRY = """
@@ -131,7 +131,8 @@ def derive_field(program: ExportedProgram, module: nn.Module, height: int, width
             else:
                 values[node] = _result(node, values)
         except Refused as refusal:
-            raise InputError(
+            error = InputError if isinstance(refusal, Unrunnable) else NoFieldError
+            raise error(
                 f"the field of {_layer(node, module)} cannot be bounded: {_operation(node)} {refusal}. "
                 "Use layers that read a bounded neighbourhood, or show the network bands of the image."
             ) from None

@@ -25,6 +25,10 @@ class Refused(Exception):
     """Why the pixels that a tensor reads cannot be bounded; the graph walk adds the layer's name."""
 
 
+class Unrunnable(Refused):
+    """Why an operation must not even run."""
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class Factor:

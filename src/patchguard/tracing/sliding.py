@@ -12,6 +12,7 @@ from patchguard.tracing.layout import (
     Dimension,
     Layout,
     Refused,
+    Unrunnable,
     channels,
     describe,
     only_channels,
@@ -74,7 +75,7 @@ def convolution(call: Call) -> Layout:
     for window, count, size in zip(windows, layout.shape[2:], call.shape[2:], strict=True):
         if not meets_input(count, size, *window):
             # Such a call computes nothing, and with channels_last it ends the process inside torch's CPU library.
-            raise Refused("has only windows that lie wholly in the padding; use less padding or a smaller stride")
+            raise Unrunnable("has only windows that lie wholly in the padding; use less padding or a smaller stride")
     return result
 
 

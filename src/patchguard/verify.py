@@ -333,7 +333,7 @@ def units_of(evidence: dict[str, Any]) -> dict[str, Any]:
     bounded = low is not None and high is not None
     least = round((-CEILING if low is None else low) * 2**bits)
     most = round((CEILING if high is None else high) * 2**bits)
-    drift = math.floor(min(evidence["drift"], 2.0**40) * 2**bits) + 1 if evidence["drift"] > 0 else 0
+    drift = math.floor(min(evidence["drift"], 2.0**60) * 2**bits) + 1 if evidence["drift"] > 0 else 0
     return {"scale": 2**bits, "low": least, "high": most, "drift": min(drift, most - least), "bounded": bounded}
 
 

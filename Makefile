@@ -43,7 +43,7 @@ check: .venv/installed
 	$(BIN)/mypy
 
 # Mistakes planted one at a time in the code that decides proofs: 12 per module, the same ones every time.
-# `make mutants MUTANTS="--sample 40 --module evidence.py"` looks closer; tests/MUTANTS.md explains survivors.
+# `make mutants MUTANTS="--sample 40 --module defenses/evidence.py"` looks closer; tests/MUTANTS.md explains survivors.
 mutants: .venv/installed
 	$(BIN)/python tests/mutants/run.py $(MUTANTS)
 

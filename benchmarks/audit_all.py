@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from patchguard import runtime, zoo
-from patchguard.audit import audit
+from patchguard import runtime
+from patchguard.geometry.audit import audit
 from patchguard.models import REGISTRY
+from patchguard.storage import zoo
 
 # Changed images per forward pass; a band network runs its backbone once per band and image.
 BATCH = {"ds_resnet50": 4}

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from patchguard.defenses import DoubleMasking, RobustMasking
-from patchguard.evidence import Evidence
-from patchguard.windows import Windows
+from patchguard.defenses.evidence import Evidence
+from patchguard.geometry.windows import Windows
 
 BATCH = 64
 MIXED = tuple((start, start + (6 if start % 3 else 5)) for start in range(20))

@@ -24,13 +24,13 @@ from typing import Any
 import torch
 
 from patchguard import runtime
-from patchguard.data.preprocess import Preprocess
 from patchguard.defenses import DoubleMasking, RobustMasking
-from patchguard.evidence import Evidence
-from patchguard.guard import Guard
+from patchguard.defenses.evidence import Evidence
+from patchguard.geometry.preprocess import Preprocess
+from patchguard.geometry.windows import Windows
+from patchguard.guards.local import LocalGuard
 from patchguard.models import LocalModel, build
 from patchguard.patch import Patch
-from patchguard.windows import Windows
 
 ANY_MASKS = Windows.sliding(grid=(1, 1), size=(1, 1))
 
@@ -69,7 +69,7 @@ def mask_bn(settings: argparse.Namespace, device: torch.device) -> dict[str, Any
     """Measure Mask-BN on one device, in float32 and bfloat16."""
     torch.manual_seed(0)
     model = settled(build("bagnet17", classes=settings.classes).to(device), settings.size)
-    guard = Guard(Preprocess(), model, Evidence(low=0.0), RobustMasking(masks=ANY_MASKS))
+    guard = LocalGuard(Preprocess(), model, Evidence(low=0.0), RobustMasking(masks=ANY_MASKS))
     patch = Patch(settings.patch)
     guard = guard.for_patch(patch, settings.size, settings.size)
     images = torch.rand(settings.batch, 3, settings.size, settings.size, device=device)
@@ -104,7 +104,7 @@ def srf(settings: argparse.Namespace) -> dict[str, Any]:
     for name in ("srf", "srf_wide"):
         torch.manual_seed(0)
         model = settled(build(name), 32)
-        guard = Guard(Preprocess(), model, Evidence(low=None), DoubleMasking(masks=ANY_MASKS))
+        guard = LocalGuard(Preprocess(), model, Evidence(low=None), DoubleMasking(masks=ANY_MASKS))
         guard = guard.for_patch(Patch(5), 32, 32)
         images = torch.rand(settings.cpu_batch, 3, 32, 32)
         tasks: dict[str, Callable[[], Any]] = {
@@ -124,8 +124,8 @@ def srf(settings: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-def compiled(guard: Guard[Any]) -> Guard[Any]:
-    """Return a Guard whose network runs through torch.compile; its field is still that of the plain graph."""
+def compiled(guard: LocalGuard[Any]) -> LocalGuard[Any]:
+    """Return a LocalGuard whose network runs through torch.compile; its field is still that of the plain graph."""
     model = build(guard.model.name, **guard.model.config()).eval()
     model.load_state_dict(guard.model.state_dict())
     model.field = guard.model.field  # type: ignore[method-assign]

@@ -12,9 +12,10 @@ import json
 import time
 from pathlib import Path
 
-from patchguard import runtime, zoo
-from patchguard.experiments.paper import EXPERIMENTS
-from patchguard.experiments.paper.context import Context
+from patchguard import runtime
+from patchguard.paper import EXPERIMENTS
+from patchguard.paper.context import Context
+from patchguard.storage import zoo
 
 TARGET = 120.0
 FROM_MAPS = (

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from patchguard.experiments.paper import EXPERIMENTS
-from patchguard.experiments.paper.experiment import TITLES, percent, written
+from patchguard.paper import EXPERIMENTS
+from patchguard.paper.experiment import TITLES, percent, written
 
 PAGE = Path(__file__).with_name("reproduction.md")
 RUNS = Path(__file__).parents[1] / "results" / "reproduction"

@@ -8,10 +8,10 @@ The weights here are random, so few images will be certified; with yours, load t
 import torch
 from torch import nn
 
-from patchguard import Evidence, Guard, Patch, Windows
-from patchguard.audit import audit
-from patchguard.data.preprocess import Preprocess
+from patchguard import Evidence, LocalGuard, Patch, Windows
 from patchguard.defenses import DoubleMasking
+from patchguard.geometry.audit import audit
+from patchguard.geometry.preprocess import Preprocess
 from patchguard.models import wrap
 
 torch.manual_seed(0)
@@ -29,7 +29,7 @@ print(f"cells {field.grid}, each reads {field.size} pixels; audit passed: {audit
 
 patch = Patch(5)
 masks = Windows.reached_by(patch, field)
-guard = Guard(Preprocess(), model, Evidence(low=None), DoubleMasking(masks=masks))
+guard = LocalGuard(Preprocess(), model, Evidence(low=None), DoubleMasking(masks=masks))
 images = torch.rand(16, 3, 32, 32)
 certificate = guard.certify(images, patch)
 print(f"labels {certificate.label.tolist()}")

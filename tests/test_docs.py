@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 import patchguard
-from patchguard import zoo
+from patchguard.storage import zoo
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("results/*.md")])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.tiny import build_once
 from hypothesis import settings
-from tiny import build_once
 
 ROOT = Path(__file__).parents[1]
 
@@ -139,7 +139,7 @@ def module(name: str, **known: object) -> dict[str, object]:
     return names
 
 
-@pytest.mark.parametrize("name", ["patchguard", "patchguard.guard", "patchguard.experiments.page.files"])
+@pytest.mark.parametrize("name", ["patchguard", "patchguard.guards.local", "patchguard.report.files"])
 def test_a_warning_about_our_own_code_is_an_error(name: str) -> None:
     ours, theirs = module(name), module("dependency")
     with pytest.raises(DeprecationWarning):
@@ -150,7 +150,7 @@ def test_a_warning_about_our_own_code_is_an_error(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dependency", "patchguarded", "torch.patchguard"])
 def test_a_warning_about_other_code_is_none(name: str) -> None:
-    ours, theirs = module("patchguard.guard"), module(name)
+    ours, theirs = module("patchguard.guards.local"), module(name)
     with warnings.catch_warnings(record=True) as seen:
         theirs["warn"]()
         ours["call"](theirs["warn"])

@@ -11,10 +11,22 @@ from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 
-import heavy
 import numpy as np
 import pytest
-from claims import EDITS, RULES, edited, forged, honest, honest_files, sealed, trailing, true_claim, uncovered, wrong
+from helpers import heavy
+from helpers.claims import (
+    EDITS,
+    RULES,
+    edited,
+    forged,
+    honest,
+    honest_files,
+    sealed,
+    trailing,
+    true_claim,
+    uncovered,
+    wrong,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -4,7 +4,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from claims import (
+from helpers.claims import (
     RULES,
     decided_behind_one_mask,
     decided_by_tau,
@@ -14,7 +14,7 @@ from claims import (
     trailing,
     uncovered,
 )
-from planted import copy, drop, exchange, keep_right, rename, settle, spoil, weaken, widen
+from helpers.planted import copy, drop, exchange, keep_right, rename, settle, spoil, weaken, widen
 
 
 def certify_ties(_, check, claim, per_window, *rest):

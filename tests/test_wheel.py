@@ -84,8 +84,8 @@ def test_the_wheel_holds_the_package_its_data_and_nothing_else(wheel: Path) -> N
 
 
 def test_the_installed_package_certifies_and_verifies_from_a_foreign_folder(installed: Path, tmp_path: Path) -> None:
-    from patchguard import zoo
     from patchguard.data import sample
+    from patchguard.storage import zoo
 
     found = json.loads(run(sys.executable, "-c", USE, cwd=tmp_path, path=installed))
     assert Path(found["home"]).is_relative_to(installed)

@@ -9,33 +9,33 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _HOME = {
-    "Certificate": "certificate",
-    "DetectionCertificate": "certificate",
-    "Evidence": "evidence",
-    "EvidenceMap": "evidence",
-    "Guard": "guard",
+    "Certificate": "guard",
+    "DetectionCertificate": "guard",
+    "Evidence": "defenses.evidence",
+    "EvidenceMap": "defenses.evidence",
+    "LocalGuard": "guards.local",
     "InputError": "errors",
-    "IntervalGuard": "interval",
+    "IntervalGuard": "guards.interval",
     "Patch": "patch",
-    "Prediction": "certificate",
-    "Windows": "windows",
-    "load": "zoo",
+    "Prediction": "guard",
+    "Windows": "geometry.windows",
+    "load": "storage.zoo",
 }
 
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
-    from patchguard.certificate import Certificate as Certificate
-    from patchguard.certificate import DetectionCertificate as DetectionCertificate
-    from patchguard.certificate import Prediction as Prediction
+    from patchguard.defenses.evidence import Evidence as Evidence
+    from patchguard.defenses.evidence import EvidenceMap as EvidenceMap
     from patchguard.errors import InputError as InputError
-    from patchguard.evidence import Evidence as Evidence
-    from patchguard.evidence import EvidenceMap as EvidenceMap
-    from patchguard.guard import Guard as Guard
-    from patchguard.interval import IntervalGuard as IntervalGuard
+    from patchguard.geometry.windows import Windows as Windows
+    from patchguard.guard import Certificate as Certificate
+    from patchguard.guard import DetectionCertificate as DetectionCertificate
+    from patchguard.guard import Prediction as Prediction
+    from patchguard.guards.interval import IntervalGuard as IntervalGuard
+    from patchguard.guards.local import LocalGuard as LocalGuard
     from patchguard.patch import Patch as Patch
-    from patchguard.windows import Windows as Windows
-    from patchguard.zoo import load as load
+    from patchguard.storage.zoo import load as load
 
 
 def __getattr__(name: str) -> object:

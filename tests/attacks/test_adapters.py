@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from painted import guard, paintings
+from helpers.painted import guard, paintings
 
 from patchguard.attacks import Called, Toolbox, toolbox_classifier
 from patchguard.attacks.adapters import rectangles

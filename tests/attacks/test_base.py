@@ -6,16 +6,16 @@ from functools import cache
 import jaxtyping
 import pytest
 import torch
+from helpers.painted import SIDE, guard, paintings
+from helpers.tiny import pictures
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from painted import SIDE, guard, paintings
-from tiny import pictures
 
 from patchguard.attacks import ATTACKS, Adaptive, Attack, Called, Colours, Copy, Noise, PatchPGD, build
 from patchguard.attacks.base import covered, eight_bits
 from patchguard.attacks.universal_patch import apply_patch
 from patchguard.errors import InputError
-from patchguard.guard import Guard
+from patchguard.guards.local import LocalGuard
 from patchguard.patch import Patch
 
 ATTACKERS = [
@@ -30,7 +30,7 @@ ATTACKERS = [
 
 
 @cache
-def wrong_images(name: str) -> tuple[Guard, torch.Tensor, torch.Tensor]:
+def wrong_images(name: str) -> tuple[LocalGuard, torch.Tensor, torch.Tensor]:
     """Images behind a resize, the first of them with a target that the guard does not see."""
     victim = guard(name, Patch(3), resized=17)
     images = pictures(3, SIDE)
@@ -154,7 +154,7 @@ def test_things_of_another_kind_are_named(unchecked) -> None:
     images, target = paintings(4)
     with pytest.raises(InputError, match=r"must be a Patch, such as Patch\(5\); got 5"):
         Noise()(victim, images, target, 5)
-    with pytest.raises(InputError, match="a method `predict`, as a Guard has; got object"):
+    with pytest.raises(InputError, match="a method `predict`, as a LocalGuard has; got object"):
         Noise()(object(), images, target, Patch(2))
     for aim in (torch.ones(4, dtype=torch.bool), torch.ones(4)):
         with pytest.raises(InputError, match="`aim` must be one class number per image"):

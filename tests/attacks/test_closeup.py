@@ -4,13 +4,13 @@ from itertools import product
 
 import pytest
 import torch
-from painted import SIDE, Strongest, guard
-from tiny import bagnet_guard, pictures, srf_guard
+from helpers.painted import SIDE, Strongest, guard
+from helpers.tiny import bagnet_guard, pictures, srf_guard
 from torch import nn
 
 from patchguard.attacks.base import covered
 from patchguard.attacks.closeup import closeup
-from patchguard.guard import Guard
+from patchguard.guards.local import LocalGuard
 from patchguard.models import wrap
 from patchguard.patch import Patch
 
@@ -67,6 +67,6 @@ class Sized(nn.Module):
 def test_there_is_none_for_a_network_that_answers_by_the_size_of_the_image(share, holds) -> None:
     plain = guard("robust")
     model = wrap(Sized(share), classes=3, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), smallest_input=(3, 3))
-    victim = Guard(plain.preprocess, model, plain.evidence, plain.defense)
+    victim = LocalGuard(plain.preprocess, model, plain.evidence, plain.defense)
     images, places = pictures(3, SIDE), torch.full((3, 1, 2), 4)
     assert (closeup(victim, images, places, Patch(2), size=8, half=True) is not None) == holds

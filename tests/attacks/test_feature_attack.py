@@ -17,8 +17,8 @@ from patchguard.defenses import (
     TrimmedMean,
     Undefended,
 )
-from patchguard.evidence import Evidence
-from patchguard.windows import Windows
+from patchguard.defenses.evidence import Evidence
+from patchguard.geometry.windows import Windows
 
 GRID = (7, 8)
 SIZES = [(3, 3), (2, 4)]

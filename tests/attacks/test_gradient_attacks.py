@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from painted import GUARDS, guard, paintings
+from helpers.painted import GUARDS, guard, paintings
 
 from patchguard.attacks import Adaptive, Noise, PatchPGD
 from patchguard.attacks.guide import find_guide
-from patchguard.certificate import Prediction
-from patchguard.data.preprocess import Preprocess
 from patchguard.defenses import Undefended
-from patchguard.evidence import Evidence
-from patchguard.guard import Guard
+from patchguard.defenses.evidence import Evidence
+from patchguard.geometry.preprocess import Preprocess
+from patchguard.guard import Prediction
+from patchguard.guards.local import LocalGuard
 from patchguard.models import wrap
 from patchguard.patch import Patch
 
@@ -101,7 +101,7 @@ def test_several_patches_do_more_than_one() -> None:
 
 
 class Wrapper:
-    """A victim that is no Guard: it knows neither evidence nor certificates."""
+    """A victim that is no LocalGuard: it knows neither evidence nor certificates."""
 
     def __init__(self, inner) -> None:
         self.inner = inner
@@ -153,7 +153,7 @@ def test_a_network_that_mixes_positions_can_still_be_attacked() -> None:
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return (images - images.mean((2, 3), keepdim=True).flip(1)).mean((2, 3), keepdim=True)
 
-    victim = Guard(Preprocess(), wrap(Mixing(), classes=3), Evidence(low=None), Undefended())
+    victim = LocalGuard(Preprocess(), wrap(Mixing(), classes=3), Evidence(low=None), Undefended())
     images, _ = paintings(6)
     target = victim.predict(images).label
     for attack in (PatchPGD(steps=6, locations=2, search="certificate"), Adaptive(steps=6)):
@@ -173,7 +173,7 @@ def test_an_image_that_makes_the_network_overflow_does_not_cost_the_others_their
 
 def test_a_patch_that_reaches_every_cell_gives_no_hint_about_rivals() -> None:
     whole = wrap(torch.nn.Conv2d(3, 3, 9, padding=4), classes=3)
-    victim = Guard(Preprocess(), whole, Evidence(low=0.0, high=1.0), Undefended())
+    victim = LocalGuard(Preprocess(), whole, Evidence(low=0.0, high=1.0), Undefended())
     images = torch.rand(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
     target = victim.predict(images).label
     assert find_guide(victim, images, Patch(5), target, size=4, half=False) is None

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from painted import GUARDS, SIDE, guard, paintings
+from helpers.painted import GUARDS, SIDE, guard, paintings
 
 from patchguard.attacks.climb import quick_answer
 from patchguard.attacks.objectives import (
@@ -16,9 +16,9 @@ from patchguard.attacks.objectives import (
     witness_score,
 )
 from patchguard.defenses import DoubleMasking, MaskedAgreement
-from patchguard.evidence import Evidence
-from patchguard.overlap import sums
-from patchguard.windows import Windows
+from patchguard.defenses.evidence import Evidence
+from patchguard.defenses.window_sums import sums
+from patchguard.geometry.windows import Windows
 
 WINDOWS = [
     Windows.sliding(grid=(6, 7), size=(2, 3)),

@@ -1,8 +1,8 @@
 """Places: inside the image, where they were wanted, and touching the cells they are said to touch."""
 
 import torch
-from painted import SIDE, guard
-from tiny import bagnet_guard
+from helpers.painted import SIDE, guard
+from helpers.tiny import bagnet_guard
 
 from patchguard.attacks.base import Draws, covered
 from patchguard.attacks.climb import occluded_scores
@@ -15,7 +15,7 @@ from patchguard.attacks.placement import (
     weight_inside,
     window_places,
 )
-from patchguard.certificate import Prediction
+from patchguard.guard import Prediction
 from patchguard.patch import Patch
 
 

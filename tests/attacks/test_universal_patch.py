@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from painted import guard, paintings
+from helpers.painted import guard, paintings
 from PIL import Image
 
 from patchguard.attacks import Surroundings, UniversalPatch, apply_patch, learn_patch, load_patch, save_patch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Write
+from helpers.image_folders import Write
 
 from patchguard.data import datasets, folder
 from patchguard.data.catalog import CATALOG

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Write
+from helpers.image_folders import Write
 from PIL import Image
 
 from patchguard.data import loading

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Write
+from helpers.image_folders import Write
 
 from patchguard.data.classes import IMAGENETTE, IMAGENETTE_BY_WORDNET
 from patchguard.data.decode import Unreadable
 from patchguard.data.draw import spread
-from patchguard.data.preprocess import CenterCrop, Preprocess, Resize
 from patchguard.data.source import open_source
 from patchguard.errors import InputError
+from patchguard.geometry.preprocess import CenterCrop, Preprocess, Resize
 
 
 def test_a_folder_of_class_folders_is_labelled_in_sorted_order(write: Write) -> None:

@@ -4,17 +4,17 @@ import itertools
 
 import jaxtyping
 import numpy as np
-import oracle
 import pytest
 import torch
-from oracle import CIRCLE, GRID, LINE
-from test_robust_masking import as_tensor, as_windows, assert_right
+from helpers import oracle
+from helpers.grids import as_tensor, as_windows, assert_right
+from helpers.oracle import CIRCLE, GRID, LINE
 
-from patchguard.certificate import DetectionCertificate
 from patchguard.defenses import DoubleMasking, MaskedAgreement, RobustMasking, double_masking
+from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
-from patchguard.evidence import Evidence
-from patchguard.windows import Windows
+from patchguard.geometry.windows import Windows
+from patchguard.guard import DetectionCertificate
 
 SIZES = pytest.mark.parametrize("mask", [(1, 2), (1, 3)], ids=["equal masks", "larger masks"])
 GEOMETRIES = pytest.mark.parametrize("geometry", [LINE, GRID, CIRCLE], ids=lambda g: g.name)

@@ -3,10 +3,10 @@
 from fractions import Fraction
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from oracle import CIRCLE
+from helpers import oracle
+from helpers.oracle import CIRCLE
 
 from patchguard.attacks.feature_attack import attack_features
 from patchguard.defenses import (
@@ -19,8 +19,8 @@ from patchguard.defenses import (
     RobustMasking,
     TrimmedMean,
 )
-from patchguard.evidence import Evidence
-from patchguard.windows import Windows
+from patchguard.defenses.evidence import Evidence
+from patchguard.geometry.windows import Windows
 
 DRIFT = 0.25
 WINDOWS = Windows.sliding(grid=(1, 9), size=(1, 2), wrap=(False, True))

@@ -10,14 +10,14 @@ from functools import cache
 from itertools import product
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from oracle import Geometry
-from test_robust_masking import as_tensor, as_windows
+from helpers import oracle
+from helpers.grids import as_tensor, as_windows
+from helpers.oracle import Geometry
 
 from patchguard.defenses import CellMasking, ClippedSum, Defense, Median, RobustMasking, TrimmedMean
-from patchguard.evidence import Evidence
+from patchguard.defenses.evidence import Evidence
 
 LINE = Geometry("line", (1, 5))
 CIRCLE = Geometry("circle", (1, 5), (False, True))

@@ -19,9 +19,9 @@ from patchguard.defenses import (
     Undefended,
     base,
 )
+from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
-from patchguard.evidence import Evidence
-from patchguard.windows import Windows
+from patchguard.geometry.windows import Windows
 
 GRID = (6, 7)
 MASKS = Windows.sliding(grid=GRID, size=(3, 3))

@@ -1,14 +1,14 @@
 """CellMasking, Median and TrimmedMean against exhaustive rewriting."""
 
 import numpy as np
-import oracle
 import pytest
-from oracle import CIRCLE, GRID, LINE
-from test_robust_masking import as_tensor, as_windows, assert_right
+from helpers import oracle
+from helpers.grids import as_tensor, as_windows, assert_right
+from helpers.oracle import CIRCLE, GRID, LINE
 
 from patchguard.defenses import CellMasking, Median, TrimmedMean
+from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
-from patchguard.evidence import Evidence
 
 DEFENSES = {
     "median": lambda spatial: Median(spatial=spatial),

@@ -4,15 +4,16 @@ from fractions import Fraction
 
 import jaxtyping
 import numpy as np
-import oracle
 import pytest
 import torch
-from oracle import CIRCLE, GRID, LINE, Geometry
+from helpers import oracle
+from helpers.grids import as_tensor, as_windows, assert_right
+from helpers.oracle import CIRCLE, GRID, LINE
 
-from patchguard.defenses import Defense, RobustMasking
+from patchguard.defenses import RobustMasking
+from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
-from patchguard.evidence import Evidence
-from patchguard.windows import Windows
+from patchguard.geometry.windows import Windows
 
 CASES = 150
 UNBOUNDED = 4096  # the ceiling of unbounded logits, in whole units
@@ -22,32 +23,6 @@ SIZES = {  # geometry -> (window, equal mask, larger mask)
     GRID: ((1, 2), (1, 2), (2, 2)),
     CIRCLE: ((1, 2), (1, 2), (1, 3)),
 }
-
-
-def as_windows(geometry: Geometry, size: tuple[int, int], count: int = 1) -> Windows:
-    return Windows.sliding(grid=geometry.grid, size=size, wrap=geometry.wrap, count=count)
-
-
-def as_tensor(maps: list[np.ndarray], geometry: Geometry) -> torch.Tensor:
-    return torch.from_numpy(np.stack(maps)).double().view(len(maps), -1, *geometry.grid)
-
-
-def assert_right(
-    defense: Defense,
-    evidence: Evidence,
-    u: np.ndarray,
-    geometry: Geometry,
-    windows: Windows,
-    rule: oracle.Rule,
-    margin: Fraction,
-    broken: bool,
-) -> None:
-    """The package where a mutant of its theory goes wrong: the label of the rule, the true margin, no false proof."""
-    found = defense.certify(evidence(as_tensor([u], geometry)), windows)
-    answer = int(rule(u[None])[0])
-    assert int(found.label) == answer or answer == -1  # an alert comes with a label of its own
-    assert float(found.margin) == pytest.approx(float(margin), abs=1e-12)
-    assert not (broken and bool(found.margin > 0))
 
 
 @pytest.mark.parametrize("bounded", [False, True], ids=["unbounded", "bounded"])

@@ -4,11 +4,11 @@ from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from oracle import CIRCLE, LINE, Geometry
-from test_robust_masking import as_tensor, as_windows, assert_right
+from helpers import oracle
+from helpers.grids import as_tensor, as_windows, assert_right
+from helpers.oracle import CIRCLE, LINE, Geometry
 
 from patchguard.defenses import (
     CellMasking,
@@ -18,9 +18,9 @@ from patchguard.defenses import (
     RobustMasking,
     clipped_sum,
 )
+from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
-from patchguard.evidence import Evidence
-from patchguard.windows import Windows
+from patchguard.geometry.windows import Windows
 
 WIDE = Geometry("wide", (1, 10))
 

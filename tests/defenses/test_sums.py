@@ -3,16 +3,16 @@
 from fractions import Fraction
 
 import numpy as np
-import oracle
 import pytest
 import torch
-from oracle import CIRCLE, GRID, LINE
-from test_robust_masking import as_tensor, as_windows, assert_right
+from helpers import oracle
+from helpers.grids import as_tensor, as_windows, assert_right
+from helpers.oracle import CIRCLE, GRID, LINE
 
 from patchguard.defenses import ClippedSum, MajorityVote, RobustMasking, Undefended
+from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
-from patchguard.evidence import Evidence
-from patchguard.windows import Windows
+from patchguard.geometry.windows import Windows
 
 GEOMETRIES = pytest.mark.parametrize("geometry", [LINE, GRID, CIRCLE], ids=lambda g: g.name)
 

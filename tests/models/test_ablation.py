@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from patchguard.errors import InputError
-from patchguard.field import Axis
+from patchguard.geometry.field import Axis
 from patchguard.models.ablation import (
     Ablation,
     block_resnet18,

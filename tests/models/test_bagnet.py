@@ -1,6 +1,6 @@
 import pytest
 import torch
-from models.influence import fresh, intervals, moved, picture, reached
+from helpers.influence import fresh, intervals, moved, picture, reached
 
 from patchguard.errors import InputError
 from patchguard.models.bagnet import BagNet, bagnet9, bagnet17, bagnet33

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from models.influence import fresh, moved, picture, reached
+from helpers.influence import fresh, moved, picture, reached
 from torch import nn
 
 from patchguard.errors import InputError

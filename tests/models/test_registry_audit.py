@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tiny import lively
+from helpers.tiny import lively
 from torch import Tensor, nn
 
-from patchguard.audit import audit
 from patchguard.errors import InputError
+from patchguard.geometry.audit import audit
 from patchguard.models import REGISTRY, build, wrap
 
 # A new network is audited unasked: at its defaults, or thin if it says how here.

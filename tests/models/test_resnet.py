@@ -1,6 +1,6 @@
 import pytest
 import torch
-from models.influence import fresh, intervals, moved, picture, reached
+from helpers.influence import fresh, intervals, moved, picture, reached
 
 from patchguard.errors import InputError
 from patchguard.models.resnet import BasicBlock, ResNet, backbone, resnet18, resnet50

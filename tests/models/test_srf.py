@@ -2,8 +2,8 @@ import copy
 
 import pytest
 import torch
-from models.influence import fresh, intervals, moved, picture, reached
-from tiny import srf_guard
+from helpers.influence import fresh, intervals, moved, picture, reached
+from helpers.tiny import srf_guard
 from torch import nn
 
 from patchguard.errors import InputError

@@ -1,7 +1,7 @@
 """Plant one small mistake after another in the code that decides proofs, and see whether the tests notice.
 
     python tests/mutants/run.py --sample 12                     twelve mutants of every module, the same ones every time
-    python tests/mutants/run.py --module evidence.py --sample 0 every mutant of one module
+    python tests/mutants/run.py --module defenses/evidence.py --sample 0 every mutant of one module
 
 A mutant is one change of the syntax tree: a comparison turned, a number moved by one, `min` for `max`, `lower` for
 `upper`, `and` for `or`, a branch or a check removed, two arguments swapped. Each runs in a process of its own, forked
@@ -34,7 +34,7 @@ MEMORY = 12 * 2**30  # bytes of address space that a mutant may take
 PATIENCE = 4.0  # times the tests' own time, before a mutant that does not end counts as noticed
 
 BOUNDS = ["defenses/test_exhaustive.py", "defenses/test_laws.py"]
-SUMS = ["test_overlap.py", "defenses/test_exhaustive.py"]
+SUMS = ["defenses/test_window_sums.py", "defenses/test_exhaustive.py"]
 TESTS = {
     "defenses/base.py": [*BOUNDS, "defenses/test_robust_masking.py"],
     "defenses/cell_masking.py": [*BOUNDS, "defenses/test_ranks.py"],
@@ -45,23 +45,23 @@ TESTS = {
     "defenses/order_statistics.py": [*BOUNDS, "defenses/test_ranks.py"],
     "defenses/robust_masking.py": [*BOUNDS, "defenses/test_robust_masking.py"],
     "defenses/undefended.py": [*BOUNDS, "defenses/test_sums.py"],
-    "evidence.py": ["test_evidence.py", "defenses/test_exhaustive.py"],
-    "windows.py": ["test_windows.py", "test_field.py", *SUMS],
-    "overlap.py": SUMS,
-    "product.py": SUMS,
-    "integral.py": SUMS,
-    "ties.py": ["test_ties.py"],
-    "field.py": ["test_field.py", "data/test_preprocess.py"],
-    "data/preprocess.py": ["data/test_preprocess.py"],
-    "data/resize.py": ["data/test_preprocess.py"],
-    "tracing/call.py": ["test_trace.py", "test_layers.py"],
-    "tracing/layout.py": ["test_trace.py", "test_layers.py"],
-    "tracing/mixing.py": ["test_trace.py", "test_layers.py"],
-    "tracing/shaping.py": ["test_trace.py", "test_layers.py"],
-    "tracing/sliding.py": ["test_trace.py", "test_layers.py"],
-    "trace.py": ["test_trace.py", "test_layers.py"],
+    "defenses/evidence.py": ["defenses/test_evidence.py", "defenses/test_exhaustive.py"],
+    "geometry/windows.py": ["geometry/test_windows.py", "geometry/test_field.py", *SUMS],
+    "defenses/window_sums.py": SUMS,
+    "defenses/window_products.py": SUMS,
+    "defenses/integral.py": SUMS,
+    "defenses/ties.py": ["defenses/test_ties.py"],
+    "geometry/field.py": ["geometry/test_field.py", "geometry/test_preprocess.py"],
+    "geometry/preprocess.py": ["geometry/test_preprocess.py"],
+    "geometry/resize.py": ["geometry/test_preprocess.py"],
+    "geometry/rules/call.py": ["geometry/test_trace.py", "test_layers.py"],
+    "geometry/rules/layout.py": ["geometry/test_trace.py", "test_layers.py"],
+    "geometry/rules/mixing.py": ["geometry/test_trace.py", "test_layers.py"],
+    "geometry/rules/shaping.py": ["geometry/test_trace.py", "test_layers.py"],
+    "geometry/rules/sliding.py": ["geometry/test_trace.py", "test_layers.py"],
+    "geometry/trace.py": ["geometry/test_trace.py", "test_layers.py"],
     "verify.py": ["test_verify.py", "test_verify_mutants.py"],
-    "certificate_file.py": ["test_certificate_file.py", "test_verify.py"],
+    "storage/certificate_file.py": ["storage/test_certificate_file.py", "test_verify.py"],
 }
 
 

@@ -5,10 +5,10 @@ import torch
 
 from patchguard import Patch
 from patchguard.errors import InputError
-from patchguard.field import Axis, Field
+from patchguard.geometry.field import Axis, Field
+from patchguard.geometry.windows import Windows
 from patchguard.training import comb
 from patchguard.training.augment import Draws
-from patchguard.windows import Windows
 
 
 def draws(images: int) -> Draws:

@@ -3,12 +3,12 @@ import itertools
 import pytest
 import torch
 
-from patchguard.commands.train import assignments
+from patchguard.cli.train import assignments
 from patchguard.errors import InputError
+from patchguard.geometry.windows import Windows
 from patchguard.training.curriculum import coarse, rate, shares, stage_at, stages, thinned
 from patchguard.training.recipes import RECIPES, cifar10, named, summaries, tiny
 from patchguard.training.trainer import boxes_of_stages
-from patchguard.windows import Windows
 
 WINDOWS = Windows.sliding(grid=(32, 32), size=(11, 11))
 

@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import lively, pictures
+from helpers.tiny import lively, pictures
 
-from patchguard import zoo
-from patchguard.data.preprocess import Preprocess
 from patchguard.defenses import Undefended
+from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
-from patchguard.evidence import Evidence
-from patchguard.guard import Guard
+from patchguard.geometry.preprocess import Preprocess
+from patchguard.guards.local import LocalGuard
 from patchguard.models import build
 from patchguard.models.bagnet import from_resnet50
+from patchguard.storage import zoo
 from patchguard.training.initial import start_from, teacher_of
 
 CPU = torch.device("cpu")
@@ -26,21 +26,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def undefended(model: str, **settings: object) -> Guard:
-    return Guard(Preprocess(), build(model, **settings), Evidence(low=None), Undefended())
+def undefended(model: str, **settings: object) -> LocalGuard:
+    return LocalGuard(Preprocess(), build(model, **settings), Evidence(low=None), Undefended())
 
 
-def fresh(classes: int = 3, field: int = 5, widths: tuple[int, ...] = (8, 8)) -> Guard:
+def fresh(classes: int = 3, field: int = 5, widths: tuple[int, ...] = (8, 8)) -> LocalGuard:
     return undefended("srf", classes=classes, field=field, widths=list(widths))
 
 
-def save(folder: Path, guard: Guard, name: str = "trained") -> Guard:
+def save(folder: Path, guard: LocalGuard, name: str = "trained") -> LocalGuard:
     lively(guard.model)
     zoo.save(guard, folder / f"{name}.safetensors")
     return guard
 
 
-def weights(guard: Guard) -> dict[str, torch.Tensor]:
+def weights(guard: LocalGuard) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in guard.model.state_dict().items()}
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from stripes import recipe, stripes
+from helpers.stripes import recipe, stripes
 
-from patchguard import zoo
 from patchguard.data.datasets import hold_out
 from patchguard.errors import InputError
 from patchguard.patch import Patch
+from patchguard.storage import zoo
 from patchguard.training import checkpoint, loop, run
 from patchguard.training.augment import Draws
 from patchguard.training.curriculum import stages

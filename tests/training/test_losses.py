@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from patchguard.errors import InputError
+from patchguard.geometry.windows import Windows
 from patchguard.training import losses
-from patchguard.windows import Windows
 
 GRID, CLASSES, BATCH = (6, 7), 4, 5
 MASKS = [Windows.sliding(grid=GRID, size=(2, 3)), Windows(grid=GRID, rows=((0, 4), (2, 6)), columns=((0, 3), (2, 7)))]

@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from patchguard import zoo
 from patchguard.errors import InputError
 from patchguard.models import build
 from patchguard.models.bagnet import from_resnet50
 from patchguard.models.resnet import LocalResNet
+from patchguard.storage import zoo
 from patchguard.training.initial import start_from
 from patchguard.training.pretrained import ROWS, imagenet_resnet50, imagenette_resnet50
 from patchguard.training.recipes import named

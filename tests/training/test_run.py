@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from stripes import folder, recipe, stripes
+from helpers.stripes import folder, recipe, stripes
 
-from patchguard import runtime, zoo
+from patchguard import runtime
 from patchguard.data import cifar10, datasets
 from patchguard.data.dataset import Splits
 from patchguard.errors import InputError
 from patchguard.patch import Patch
+from patchguard.storage import zoo
 from patchguard.training import feed, loop, run
 from patchguard.training.evaluate import Accuracy, evaluate
 from patchguard.training.trainer import Trainer

@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchguard.attacks.victim import Images, Victim, device_of
-from patchguard.certificate import Prediction
 from patchguard.data.images import check_images
 from patchguard.errors import InputError, nearest
+from patchguard.guard import Prediction
 from patchguard.patch import Patch
 from patchguard.runtime import generator
 

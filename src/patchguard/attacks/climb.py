@@ -13,8 +13,8 @@ from patchguard.attacks.closeup import Logits, closeup
 from patchguard.attacks.objectives import Case
 from patchguard.attacks.precision import reduced
 from patchguard.attacks.victim import Images, Victim
-from patchguard.certificate import Prediction
 from patchguard.errors import InputError
+from patchguard.guard import Prediction
 from patchguard.patch import Patch
 
 PIXELS = 2  # the purpose of these draws

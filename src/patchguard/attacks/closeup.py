@@ -15,8 +15,8 @@ from patchguard.attacks.placement import owned_cells, touched_from
 from patchguard.attacks.precision import reduced
 from patchguard.attacks.victim import Images, Victim
 from patchguard.errors import InputError
-from patchguard.field import Axis, Field
-from patchguard.guard import Guard
+from patchguard.geometry.field import Axis, Field
+from patchguard.guards.local import LocalGuard
 from patchguard.patch import Patch
 
 WORTH = 0.6  # share of the image's pixels above which a close-up saves too little
@@ -47,7 +47,7 @@ class Closeup:
     read by other cells only. `closeup` checks it on some images all the same.
     """
 
-    guard: Guard[Any]
+    guard: LocalGuard[Any]
     tops: Int64[Tensor, " batch"]
     lefts: Int64[Tensor, " batch"]
     frames: tuple[Frame, Frame]
@@ -67,9 +67,9 @@ class Closeup:
 def closeup(victim: Victim, images: Images, places: Places, patch: Patch, *, size: int, half: bool) -> Logits | None:
     """Return a close-up of the images for patches at these places; None where it saves little or does not hold."""
     height, width = images.shape[-2:]
-    if not isinstance(victim, Guard) or patch.count > 1 or len(images) == 0:
+    if not isinstance(victim, LocalGuard) or patch.count > 1 or len(images) == 0:
         return None
-    guard: Guard[Any] = victim
+    guard: LocalGuard[Any] = victim
     if guard.preprocess.support(height, width) != Field.identity(height, width):
         return None
     try:

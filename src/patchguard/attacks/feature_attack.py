@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from patchguard.certificate import Certificate, DetectionCertificate
 from patchguard.defenses.base import Defense, boxes_of
-from patchguard.evidence import EvidenceMap
-from patchguard.windows import Windows
+from patchguard.defenses.evidence import EvidenceMap
+from patchguard.geometry.windows import Windows
+from patchguard.guard import Certificate, DetectionCertificate
 
 LEVELS = 8  # strengths tried between nothing and the ceiling, each half of the one before
 

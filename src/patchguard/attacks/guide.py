@@ -14,10 +14,10 @@ from patchguard.attacks.victim import Images, Victim
 from patchguard.defenses import RobustMasking
 from patchguard.defenses.base import select
 from patchguard.errors import InputError
-from patchguard.field import Field
-from patchguard.guard import Guard
+from patchguard.geometry.field import Field
+from patchguard.geometry.windows import Windows
+from patchguard.guards.local import LocalGuard
 from patchguard.patch import Patch
-from patchguard.windows import Windows
 
 
 @final
@@ -45,9 +45,9 @@ def find_guide(
     The certificate is a hint here, so less precision and no drift do not matter. It is none where the patch reaches
     every cell: all rivals are then equally strong.
     """
-    if not isinstance(victim, Guard):
+    if not isinstance(victim, LocalGuard):
         return None
-    guard: Guard[Any] = victim
+    guard: LocalGuard[Any] = victim
     height, width = images.shape[-2:]
     try:
         windows = guard.windows(patch, height, width)

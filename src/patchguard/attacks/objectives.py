@@ -28,8 +28,8 @@ from patchguard.defenses import (
     Undefended,
 )
 from patchguard.defenses.base import gather
-from patchguard.evidence import Evidence
-from patchguard.windows import Windows
+from patchguard.defenses.evidence import Evidence
+from patchguard.geometry.windows import Windows
 
 LEAK = 0.1  # share of the gradient that passes where the rule lets none through
 FEW = 8  # classes that a pair of masks is compared against; others are far behind

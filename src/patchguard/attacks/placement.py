@@ -10,9 +10,9 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchguard.attacks.base import Draws, Places
-from patchguard.field import Axis, Field
+from patchguard.geometry.field import Axis, Field
+from patchguard.geometry.windows import Interval, Windows
 from patchguard.patch import Patch
-from patchguard.windows import Interval, Windows
 
 PLACES = 0  # the purpose of these draws
 

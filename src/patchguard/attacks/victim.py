@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from patchguard.certificate import Prediction
+from patchguard.guard import Prediction
 from patchguard.runtime import placement
 
 Images = Float[Tensor, "batch 3 height width"]

@@ -17,9 +17,9 @@ from torch.utils.data import Dataset as Items
 
 from patchguard.data.dataset import Dataset
 from patchguard.data.decode import Unreadable
-from patchguard.data.preprocess import Preprocess, Resize
 from patchguard.data.source import Source
 from patchguard.errors import InputError
+from patchguard.geometry.preprocess import Preprocess, Resize
 from patchguard.runtime import generator
 
 logger = logging.getLogger(__name__)

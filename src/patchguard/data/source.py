@@ -17,8 +17,8 @@ from patchguard.data.classes import CIFAR10
 from patchguard.data.decode import Unreadable, decode
 from patchguard.data.draw import spread
 from patchguard.data.folder import Listing
-from patchguard.data.preprocess import Preprocess
 from patchguard.errors import InputError, nearest
+from patchguard.geometry.preprocess import Preprocess
 
 
 def unchanging(place: int) -> str:

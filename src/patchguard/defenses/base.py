@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
-from patchguard import ties
-from patchguard.certificate import Certificate, DetectionCertificate, Prediction, concatenate
+from patchguard.defenses import ties
+from patchguard.defenses.evidence import Evidence, EvidenceMap, check_map
 from patchguard.errors import InputError
-from patchguard.evidence import Evidence, EvidenceMap, check_map
-from patchguard.windows import Windows
+from patchguard.geometry.windows import Windows
+from patchguard.guard import Certificate, DetectionCertificate, Prediction, concatenate
 
 Proof = TypeVar("Proof", Certificate, DetectionCertificate)
 LocalEvidence: TypeAlias = EvidenceMap | Float[Tensor, "batch classes rows columns"]

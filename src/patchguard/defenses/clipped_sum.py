@@ -6,13 +6,13 @@ from typing import ClassVar, final
 from jaxtyping import Int64
 from torch import Tensor
 
-from patchguard import ties
-from patchguard.certificate import Certificate, Prediction
+from patchguard.defenses import ties
 from patchguard.defenses.base import Defense, gather, prediction, select, strongest, worst_case
+from patchguard.defenses.evidence import Evidence, EvidenceMap
+from patchguard.defenses.window_sums import sums
 from patchguard.errors import InputError
-from patchguard.evidence import Evidence, EvidenceMap
-from patchguard.overlap import sums
-from patchguard.windows import Windows
+from patchguard.geometry.windows import Windows
+from patchguard.guard import Certificate, Prediction
 
 MOST_REGIONS = 20_000  # unions of several windows that are still enumerated
 

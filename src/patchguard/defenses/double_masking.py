@@ -7,8 +7,7 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from patchguard import ties
-from patchguard.certificate import Certificate, Prediction
+from patchguard.defenses import ties
 from patchguard.defenses.base import (
     Defense,
     boxes_of,
@@ -21,9 +20,10 @@ from patchguard.defenses.base import (
     tau_units,
     without,
 )
-from patchguard.evidence import Evidence, EvidenceMap
-from patchguard.overlap import best_cover, heaviest, sums
-from patchguard.windows import Windows
+from patchguard.defenses.evidence import Evidence, EvidenceMap
+from patchguard.defenses.window_sums import best_cover, heaviest, sums
+from patchguard.geometry.windows import Windows
+from patchguard.guard import Certificate, Prediction
 
 PAIRS = {"cpu": 2**22, "cuda": 2**27}  # entries, cells or masks, that the second round looks at together
 

@@ -6,12 +6,12 @@ from typing import ClassVar, final
 from jaxtyping import Int64
 from torch import Tensor
 
-from patchguard.certificate import Certificate, Prediction
 from patchguard.defenses.base import Defense, prediction
 from patchguard.defenses.clipped_sum import certify_sum, enumerable
+from patchguard.defenses.evidence import Evidence, EvidenceMap
 from patchguard.errors import InputError
-from patchguard.evidence import Evidence, EvidenceMap
-from patchguard.windows import Windows
+from patchguard.geometry.windows import Windows
+from patchguard.guard import Certificate, Prediction
 
 
 @final

@@ -6,8 +6,7 @@ from typing import ClassVar, final
 from jaxtyping import Int64
 from torch import Tensor
 
-from patchguard import ties
-from patchguard.certificate import DetectionCertificate, Prediction
+from patchguard.defenses import ties
 from patchguard.defenses.base import (
     Defense,
     boxes_of,
@@ -20,9 +19,10 @@ from patchguard.defenses.base import (
     strongest,
     tau_units,
 )
-from patchguard.evidence import Evidence, EvidenceMap
-from patchguard.overlap import best_cover, sums
-from patchguard.windows import Windows
+from patchguard.defenses.evidence import Evidence, EvidenceMap
+from patchguard.defenses.window_sums import best_cover, sums
+from patchguard.geometry.windows import Windows
+from patchguard.guard import DetectionCertificate, Prediction
 
 
 @final

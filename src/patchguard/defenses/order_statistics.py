@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Int, Int64
 from torch import Tensor
 
-from patchguard.certificate import Certificate, Prediction
 from patchguard.defenses.base import Defense, contenders, gather, prediction, select, strongest, worst_case
+from patchguard.defenses.evidence import Evidence, EvidenceMap
 from patchguard.errors import InputError
-from patchguard.evidence import Evidence, EvidenceMap
-from patchguard.windows import Windows
+from patchguard.geometry.windows import Windows
+from patchguard.guard import Certificate, Prediction
 
 ELEMENTS = 2**22  # entries sorted at once
 

@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from patchguard import ties
-from patchguard.certificate import Certificate, Prediction
+from patchguard.defenses import ties
 from patchguard.defenses.base import (
     Defense,
     check_covered,
@@ -21,10 +20,11 @@ from patchguard.defenses.base import (
     strongest,
     worst_case,
 )
+from patchguard.defenses.evidence import Evidence, EvidenceMap
+from patchguard.defenses.window_sums import heaviest, overlaps, sums
 from patchguard.errors import InputError
-from patchguard.evidence import Evidence, EvidenceMap
-from patchguard.overlap import heaviest, overlaps, sums
-from patchguard.windows import Windows
+from patchguard.geometry.windows import Windows
+from patchguard.guard import Certificate, Prediction
 
 LARGEST_DENOMINATOR = 1000
 FEW = 16  # classes that are all compared without sorting out those that cannot matter

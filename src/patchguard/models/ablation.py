@@ -14,14 +14,14 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from patchguard.errors import InputError
-from patchguard.field import Axis, Field
+from patchguard.geometry.field import Axis, Field
 from patchguard.models.bands import Cost, architecture, band_cost, band_logits, memory_format
 from patchguard.models.base import IMAGENET_MEAN, IMAGENET_STD, LocalModel
 from patchguard.models.resnet import ResNet, backbone
 from patchguard.models.strip import COPYING
 
 if TYPE_CHECKING:
-    from patchguard.program import Program
+    from patchguard.geometry.program import Program
 
 NOT_NORMALIZED: tuple[Sequence[float], Sequence[float]] = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
@@ -161,7 +161,9 @@ class Ablation(LocalModel):
 
     def program(self, height: int, width: int) -> "Program":
         """Return the model itself. Its field needs a backbone that is a function of each image: others are tested."""
-        from patchguard.program import check_function_of_the_image  # here, because torch.export is slow to import
+        from patchguard.geometry.program import (
+            check_function_of_the_image,  # here, because torch.export is slow to import
+        )
 
         if not isinstance(self.backbone, ResNet):
             check_function_of_the_image(self.backbone, (6, height, width))

@@ -10,10 +10,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from patchguard.errors import InputError
-from patchguard.field import Field
+from patchguard.geometry.field import Field
 
 if TYPE_CHECKING:
-    from patchguard.program import Program
+    from patchguard.geometry.program import Program
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -69,7 +69,7 @@ class LocalModel(nn.Module, ABC):
 
     def program(self, height: int, width: int) -> "Program":
         """Return what guards run on images of `height` x `width` pixels, and the field of that."""
-        from patchguard.program import Program, export_program  # here, because torch.export is slow to import
+        from patchguard.geometry.program import Program, export_program  # here, because torch.export is slow to import
 
         self.check_size(height, width)
         if type(self).field is not LocalModel.field:

@@ -8,7 +8,7 @@
     network.reset_classifier(0, "")
     model = wrap((network.eval(), head), classes=1000)
 
-Neither library is needed or imported here. Whether such a network is local is for `patchguard.program` to
+Neither library is needed or imported here. Whether such a network is local is for `patchguard.geometry.program` to
 say; it refuses one that mixes positions (attention over the image, squeeze-and-excite, global pooling).
 """
 

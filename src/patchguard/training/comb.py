@@ -13,8 +13,8 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from patchguard.errors import InputError
+from patchguard.geometry.windows import Windows
 from patchguard.training.augment import Draws
-from patchguard.windows import Windows
 
 
 def drawn(count: int, regions: int, draws: Draws) -> Int64[Tensor, "part regions"]:

@@ -9,8 +9,8 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from patchguard.errors import InputError
+from patchguard.geometry.windows import Interval, Windows
 from patchguard.training.recipe import Recipe
-from patchguard.windows import Interval, Windows
 
 FINAL_RATE = 1e-3  # of the peak, at the last step of one cycle
 

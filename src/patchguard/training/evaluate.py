@@ -1,4 +1,4 @@
-"""Clean and certified accuracy of a Guard on labelled images, through its public verbs."""
+"""Clean and certified accuracy of a LocalGuard on labelled images, through its public verbs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +9,8 @@ import torch
 
 from patchguard.data.datasets import Dataset
 from patchguard.errors import InputError
-from patchguard.guard import Guard
-from patchguard.interval import IntervalGuard
+from patchguard.guards.interval import IntervalGuard
+from patchguard.guards.local import LocalGuard
 from patchguard.patch import Patch
 
 AT_ONCE = 1000  # images that are turned from bytes into pixels together
@@ -50,7 +50,7 @@ class Accuracy:
         return f"clean {self.clean:.2%}, certified {self.certified:.2%} ({size} patch, {self.count} images)"
 
 
-def evaluate(guard: Guard[Any] | IntervalGuard, data: Dataset, patch: Patch) -> Accuracy:
+def evaluate(guard: LocalGuard[Any] | IntervalGuard, data: Dataset, patch: Patch) -> Accuracy:
     """Return the accuracy of `guard`, with the masks it has, on all images of `data`."""
     if len(data) == 0:
         raise InputError("`data` must hold at least one image to measure accuracy on.")

@@ -5,15 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchguard import zoo
 from patchguard.errors import InputError
-from patchguard.guard import Guard
-from patchguard.interval import IntervalGuard
+from patchguard.guards.interval import IntervalGuard
+from patchguard.guards.local import LocalGuard
 from patchguard.models.bagnet import BagNet, from_resnet50
 from patchguard.models.resnet import LocalResNet
+from patchguard.storage import zoo
 
 
-def start_from(guard: Guard[Any] | IntervalGuard, name: str) -> None:
+def start_from(guard: LocalGuard[Any] | IntervalGuard, name: str) -> None:
     """Give the network of `guard` the weights of a trained model of the same shape.
 
     A BagNet also starts from a ResNet-50, by sums of its kernels. Where the number of classes differs, the last
@@ -36,7 +36,7 @@ def start_from(guard: Guard[Any] | IntervalGuard, name: str) -> None:
     guard.model.load_state_dict(found)
 
 
-def teacher_of(name: str, guard: Guard[Any] | IntervalGuard, device: torch.device) -> Guard[Any]:
+def teacher_of(name: str, guard: LocalGuard[Any] | IntervalGuard, device: torch.device) -> LocalGuard[Any]:
     """Return the trained model of this name, ready to answer on `device`."""
     teacher = zoo.load_guard(name)
     if teacher.model.classes != guard.model.classes:

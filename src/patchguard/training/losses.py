@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchguard.errors import InputError, nearest
-from patchguard.windows import Windows
+from patchguard.geometry.windows import Windows
 
 Map: TypeAlias = Float[Tensor, "batch classes rows columns"]
 Targets: TypeAlias = Int64[Tensor, " batch"]

@@ -18,14 +18,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from patchguard import models, zoo
+from patchguard import models
 from patchguard.data.classes import IMAGENETTE
-from patchguard.data.preprocess import Preprocess
 from patchguard.defenses import Undefended
+from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
-from patchguard.evidence import Evidence
-from patchguard.guard import Guard
+from patchguard.geometry.preprocess import Preprocess
+from patchguard.guards.local import LocalGuard
 from patchguard.models.resnet import LocalResNet, StrideOn
+from patchguard.storage import zoo
 
 # The numbers, among the thousand classes of ImageNet, of tench, English springer, ..., parachute.
 ROWS = (0, 217, 482, 491, 497, 566, 569, 571, 574, 701)
@@ -33,8 +34,8 @@ CLASSES = 1000  # of ImageNet
 EPSILON = 1e-5  # that torch's batch normalisation adds to a variance
 
 
-def imagenette_resnet50(path: str | Path, *, stride_on: StrideOn = "1x1", width: float = 1.0) -> Guard[Any]:
-    """Return the Guard, without a defense, of the ResNet-50 whose tensors are in a safetensors file; ten classes.
+def imagenette_resnet50(path: str | Path, *, stride_on: StrideOn = "1x1", width: float = 1.0) -> LocalGuard[Any]:
+    """Return the LocalGuard, without a defense, of the ResNet-50 whose tensors are in a safetensors file; ten classes.
 
     Tensors have the usual names (conv1.weight, layer1.0.conv1.weight, ..., fc.bias). `stride_on` says which convolution
     of a block has the stride: the 1x1 in Keras's weights, the 3x3 in torchvision's. `width` is that of the network.
@@ -42,14 +43,14 @@ def imagenette_resnet50(path: str | Path, *, stride_on: StrideOn = "1x1", width:
     return _resnet50(path, ROWS, IMAGENETTE, stride_on, width)
 
 
-def imagenet_resnet50(path: str | Path, *, stride_on: StrideOn = "1x1", width: float = 1.0) -> Guard[Any]:
+def imagenet_resnet50(path: str | Path, *, stride_on: StrideOn = "1x1", width: float = 1.0) -> LocalGuard[Any]:
     """Return the same with all classes of ImageNet, in the order of their folders' names; they have no names here."""
     return _resnet50(path, range(CLASSES), (), stride_on, width)
 
 
 def _resnet50(
     path: str | Path, rows: Sequence[int], names: tuple[str, ...], stride_on: StrideOn, width: float
-) -> Guard[Any]:
+) -> LocalGuard[Any]:
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -69,7 +70,7 @@ def _resnet50(
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
         raise InputError(f"`path` must hold the tensors of a ResNet-50: {reason}.") from None
-    return Guard(Preprocess(), model.eval(), Evidence(low=None), Undefended(), names)
+    return LocalGuard(Preprocess(), model.eval(), Evidence(low=None), Undefended(), names)
 
 
 def _rescale_stem(tensors: dict[str, Tensor]) -> None:
@@ -86,7 +87,7 @@ def _rescale_stem(tensors: dict[str, Tensor]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Make the file of the Guard from a file of ResNet-50."""
+    """Make the file of the LocalGuard from a file of ResNet-50."""
     parser = argparse.ArgumentParser(prog="python -m patchguard.training.pretrained", description=main.__doc__)
     parser.add_argument("resnet50", type=Path, help="safetensors with the usual tensor names")
     parser.add_argument("out", type=Path, help="such as zoo/imagenette_resnet50.safetensors")

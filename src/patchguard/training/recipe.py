@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, cast, final
 
-from patchguard.data.preprocess import Preprocess, Resize
 from patchguard.defenses import Defense, DoubleMasking, MajorityVote, RobustMasking, Undefended
 from patchguard.defenses.base import LARGEST_TAU
+from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError, nearest
-from patchguard.evidence import Evidence
-from patchguard.guard import Guard
-from patchguard.interval import IntervalGuard
+from patchguard.geometry.preprocess import Preprocess, Resize
+from patchguard.geometry.windows import Windows
+from patchguard.guards.interval import IntervalGuard
+from patchguard.guards.interval_network import IntervalCnn
+from patchguard.guards.local import LocalGuard
 from patchguard.models import build
-from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.patch import Patch
 from patchguard.training.losses import INTERVAL, check_weights
-from patchguard.windows import Windows
 
 _ANYTHING = Windows.sliding(grid=(1, 1), size=(1, 1))  # until masks are fitted to a patch and a size
 INTERVAL_BOUNDS = "IntervalBounds"
@@ -62,7 +62,7 @@ class Recipe:
     through, and of its label that is to be learned; among processes, of the same one's.
 
     `image_side` is the side that photos are brought to when they are read: the source images, in whose pixels patches
-    are counted (CIFAR-10 stays as it is). `input_side` is what the Guard itself then resizes them to. `mask_cells`, if
+    are counted (CIFAR-10 stays as it is). `input_side` is what the guard itself then resizes them to. `mask_cells`, if
     given, makes the masks of losses squares of so many cells in place of the windows of `patch`. The step schedule
     multiplies the rate by `rate_factor` at each of `rate_steps`, which are shares of all epochs.
 
@@ -197,15 +197,15 @@ class Recipe:
         """Return how many of `count` training images are held out."""
         return self.held_out if isinstance(self.held_out, int) else round(self.held_out * count)
 
-    def guard(self, size: tuple[int, int], class_names: tuple[str, ...]) -> Guard[Any] | IntervalGuard:
-        """Return the Guard to train: fresh weights, and masks that fit `patch` in source images of `size`."""
+    def guard(self, size: tuple[int, int], class_names: tuple[str, ...]) -> LocalGuard[Any] | IntervalGuard:
+        """Return the LocalGuard to train: fresh weights, and masks that fit `patch` in source images of `size`."""
         model = build(self.model, classes=len(class_names), **self.model_settings)
         if self.defense == INTERVAL_BOUNDS:
             model.check_size(*size)
             return IntervalGuard(cast(IntervalCnn, model), class_names)
         evidence = Evidence(kind=self.evidence, low=self.low, drift=self.drift)
         defense = DoubleMasking(masks=_ANYTHING, tau=self.tau) if self.tau else _DEFENSES[self.defense]
-        guard = Guard(self.preprocess(), model, evidence, defense, class_names)
+        guard = LocalGuard(self.preprocess(), model, evidence, defense, class_names)
         return guard.for_patch(self.patch, *size)
 
     def preprocess(self) -> Preprocess:

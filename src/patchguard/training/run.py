@@ -1,4 +1,4 @@
-"""One training run from the data to the summary: train, choose weights, save the Guard, measure the file.
+"""One training run from the data to the summary: train, choose weights, save the LocalGuard, measure the file.
 
     run.train(run.Options(recipe=recipes.named("tiny"), data=Path("data"), out=Path("runs/tiny")))
 
@@ -25,16 +25,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from patchguard import runtime, zoo
+from patchguard import runtime
 from patchguard.data import datasets
 from patchguard.data.dataset import held_out_places
 from patchguard.data.datasets import Dataset
 from patchguard.data.loading import loaded
 from patchguard.data.source import Source
 from patchguard.errors import InputError
-from patchguard.guard import Guard
-from patchguard.interval import IntervalGuard
+from patchguard.guards.interval import IntervalGuard
+from patchguard.guards.local import LocalGuard
 from patchguard.patch import Patch
+from patchguard.storage import zoo
 from patchguard.training import curve, feed, loop
 from patchguard.training.evaluate import Accuracy, evaluate
 from patchguard.training.recipe import Recipe
@@ -183,7 +184,7 @@ def data_of(options: Options, device: torch.device) -> tuple[Dataset | Source, D
 
 
 def conclude(trainer: Trainer, out: Path, held_out: Dataset, test: Dataset | None, summary: dict[str, Any]) -> None:
-    """Save the Guard, measure what the file, rounded to float16, gives, and add it to the summary line by line."""
+    """Save the LocalGuard, measure what the file, rounded to float16, gives, and add it to the summary line by line."""
     recipe, path = trainer.recipe, out / f"{trainer.recipe.name}.safetensors"
     zoo.save(trainer.guard, path, recipe=recipe.to_json(), half=True)  # before anything else can go wrong
     summary |= {"file": path.name, "weights": "averaged"}
@@ -193,7 +194,7 @@ def conclude(trainer: Trainer, out: Path, held_out: Dataset, test: Dataset | Non
         summary |= choose_weights(trainer, held_out, best.tensors()) | {"best": best.state()}
         zoo.save(trainer.guard, path, recipe=recipe.to_json(), half=True)
     guard = zoo.load(path)
-    if isinstance(guard, Guard):
+    if isinstance(guard, LocalGuard):
         guard.windows(recipe.patch, *trainer.size)  # traced while it lies on the CPU
     guard.model.to(device=trainer.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     summary["digest"] = zoo.inspect(path)["digest"]
@@ -209,7 +210,7 @@ def conclude(trainer: Trainer, out: Path, held_out: Dataset, test: Dataset | Non
 
 
 def choose_weights(trainer: Trainer, held_out: Dataset, best: dict[str, Tensor] | None) -> dict[str, Any]:
-    """Leave in the trainer's Guard those weights, averaged, last or best on the way, with the best held-out score.
+    """Leave in the trainer's LocalGuard those weights, averaged, last or best on the way, with the best held-out score.
 
     The held-out accuracy of the chosen ones is then a little too good; that of the test set is not.
     """
@@ -227,8 +228,8 @@ def choose_weights(trainer: Trainer, held_out: Dataset, best: dict[str, Tensor] 
     return {"weights": chosen, "before_rounding": {name: each.to_json() for name, each in measured.items()}}
 
 
-def accuracies(guard: Guard[Any] | IntervalGuard, recipe: Recipe, data: Dataset) -> Iterator[Accuracy]:
-    """Measure the recipe's patch with the Guard's masks, then other patches with masks refitted to each."""
+def accuracies(guard: LocalGuard[Any] | IntervalGuard, recipe: Recipe, data: Dataset) -> Iterator[Accuracy]:
+    """Measure the recipe's patch with the LocalGuard's masks, then other patches with masks refitted to each."""
     yield evaluate(guard, data, recipe.patch)
     for side in recipe.other_patches:
         yield evaluate(guard.for_patch(Patch(side), *data.size), data, Patch(side))

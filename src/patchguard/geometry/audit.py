@@ -1,0 +1,189 @@
+"""`audit`: change one patch at a time and watch that no cell moves outside its field."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from patchguard.errors import InputError
+from patchguard.geometry.field import Axis, Field
+from patchguard.patch import Patch
+from patchguard.runtime import evaluating, placement
+
+# An irregular axis has no stride to take residues of: beyond this many positions, a random choice of them is
+# tried.
+_MOST_STARTS = 64
+_LEAKS_KEPT = 10
+
+
+@final
+@dataclass(frozen=True)
+class Leak:
+    """Cell (u, v) moved by `change` when `box` = (top, left, height, width), outside its field, changed."""
+
+    cell: tuple[int, int]
+    box: tuple[int, int, int, int]
+    change: float
+
+
+@final
+@dataclass(frozen=True)
+class Audit:
+    """What an audit saw.
+
+    `trials` boxes were rewritten. `moved` counts the cells that changed inside the field, so 0 would say that
+    the audit could not see anything. `drift` is the largest change outside; `leaks` are the worst changes
+    above `tolerance`, largest first.
+    """
+
+    grid: tuple[int, int]
+    size: tuple[int, int]
+    stride: tuple[int | None, int | None]
+    trials: int
+    moved: int
+    drift: float
+    tolerance: float
+    leaks: tuple[Leak, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether cells moved, and none outside its field by more than the tolerance."""
+        return not self.leaks and self.moved > 0
+
+
+@torch.no_grad()
+def audit(
+    module: Callable[[Tensor], Tensor],
+    field: Field,
+    *,
+    image: Float[Tensor, "3 height width"] | None = None,
+    patches: Sequence[Patch] | None = None,
+    tolerance: float = 0.0,
+    batch: int = 16,
+    seed: int = 0,
+) -> Audit:
+    """Rewrite one box of pixels at a time and compare every cell outside its reach with the clean image's.
+
+    `module` maps images (B, 3, H, W) to local logits (B, K, U, V): a network, or a whole pipeline from source
+    pixels. It runs in evaluation mode on the device and in the precision of `image`, or else of its own first
+    tensor. Boxes: for every patch (by default 1 x 1 and a quarter of the image) and per axis, both borders
+    and one position of every residue modulo the stride. Contents: 0, 1 and noise on a noise image (or
+    `image`), 1 on black, 0 on white.
+
+    Each changed image is compared with the untouched one at the same place of a batch of the same size, so a
+    kernel that works on one image after the other, in a fixed order, gives equal bits outside the field: the
+    default tolerance is 0. Convolutions by Winograd tiles or Fourier transforms mix neighbours and cancel
+    them again up to rounding; for these, `drift` says what a certificate must tolerate, and `tolerance`
+    accepts it here.
+    """
+    height, width = field.source
+    if image is not None and image.shape[1:] != (height, width):
+        raise InputError(f"`image` must have the field's {height} x {width} pixels; got {tuple(image.shape)}.")
+    if not tolerance >= 0 or batch < 1:
+        raise InputError(f"`tolerance` must be at least 0 and `batch` at least 1; got {tolerance} and {batch}.")
+    device, dtype = placement(module) if image is None else (image.device, image.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.rand(3, height, width, generator=generator)
+    usual = noise if image is None else image.cpu().float()
+    scenes = [
+        (usual, "0"),
+        (usual, "1"),
+        (usual, "noise"),
+        (torch.zeros_like(noise), "1"),
+        (torch.ones_like(noise), "0"),
+    ]
+    if patches is None:
+        patches = (Patch(1), Patch(max(height // 4, 1), max(width // 4, 1)))
+
+    trials = moved = 0
+    drift = 0.0
+    leaks: list[Leak] = []
+    with evaluating(module):
+        for background, content in scenes:
+            clean = background.to(device, dtype).expand(batch, -1, -1, -1).contiguous()
+            expected = _cells(module, clean, field)
+            for boxes in _chunks(_boxes(field, patches, generator), batch):
+                rewritten = torch.stack([_rewritten(background, box, content, generator) for box in boxes])
+                changed = clean.clone()
+                changed[: len(boxes)] = rewritten.to(device, dtype)
+                change = _change(_cells(module, changed, field), expected)[: len(boxes)].cpu().numpy()
+                inside = np.stack([field.touched(box) for box in boxes])
+                moved += int(np.count_nonzero(change[inside]))
+                change[inside] = 0
+                drift = max(drift, float(change.max()))
+                for trial, row, column in np.argwhere(change > tolerance).tolist():
+                    leaks.append(Leak((row, column), boxes[trial], float(change[trial, row, column])))
+                leaks = sorted(leaks, key=lambda leak: -leak.change)[:_LEAKS_KEPT]
+                trials += len(boxes)
+    return Audit(field.grid, field.size, field.stride, trials, moved, drift, tolerance, tuple(leaks))
+
+
+def _cells(module: Callable[[Tensor], Tensor], images: Float[Tensor, "b 3 h w"], field: Field) -> Tensor:
+    local_logits = module(images)
+    if local_logits.ndim != 4 or tuple(local_logits.shape[2:]) != field.grid or len(local_logits) != len(images):
+        raise InputError(
+            f"`module` must give local logits (B, K, {field.grid[0]}, {field.grid[1]}), one per cell of its "
+            f"field; got {tuple(local_logits.shape)} for {len(images)} images."
+        )
+    return local_logits
+
+
+def _change(
+    changed: Float[Tensor, "b classes rows columns"], expected: Float[Tensor, "b classes rows columns"]
+) -> Float[Tensor, "b rows columns"]:
+    """Return how far each cell moved in its worst class; into or out of NaN is infinitely far."""
+    same = (changed == expected) | (changed.isnan() & expected.isnan())
+    distance = (changed.double() - expected.double()).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return torch.where(same, 0.0, distance).amax(dim=1)
+
+
+def _rewritten(
+    background: Float[Tensor, "3 h w"],
+    box: tuple[int, int, int, int],
+    content: str,
+    generator: torch.Generator,
+) -> Float[Tensor, "3 h w"]:
+    top, left, height, width = box
+    filling = torch.rand(3, height, width, generator=generator) if content == "noise" else float(content)
+    result = background.clone()
+    result[:, top : top + height, left : left + width] = filling
+    return result
+
+
+def _boxes(field: Field, patches: Sequence[Patch], generator: torch.Generator) -> list[tuple[int, int, int, int]]:
+    """Pair the starts along both axes at random, so that each start of either axis occurs at least once."""
+    boxes: list[tuple[int, int, int, int]] = []
+    for patch in patches:
+        patch.check_fits(*field.source)
+        rows = _starts(field.rows, patch.height, generator)
+        columns = _starts(field.columns, patch.width, generator)
+        count = max(len(rows), len(columns))
+        order = torch.randperm(count, generator=generator).tolist()
+        for index, other in enumerate(order):
+            boxes.append((rows[index % len(rows)], columns[other % len(columns)], patch.height, patch.width))
+    return boxes
+
+
+def _starts(axis: Axis, length: int, generator: torch.Generator) -> list[int]:
+    """Return both borders and one start of each residue modulo the stride, for a patch of `length` pixels."""
+    last = axis.size - length
+    if min(axis.lengths) == axis.size:  # every cell reads the whole axis: no start is outside a field
+        return sorted({0, last})
+    stride = axis.stride or axis.size
+    residues = torch.randperm(min(stride, last + 1), generator=generator).tolist()
+    if not axis.stride:
+        residues = residues[:_MOST_STARTS]
+    starts = {0, last}
+    for residue in residues:
+        choices = range(residue, last + 1, stride)
+        starts.add(choices[int(torch.randint(len(choices), (), generator=generator))])
+    return sorted(starts)
+
+
+def _chunks(boxes: list[tuple[int, int, int, int]], size: int) -> Iterator[list[tuple[int, int, int, int]]]:
+    for start in range(0, len(boxes), size):
+        yield boxes[start : start + size]

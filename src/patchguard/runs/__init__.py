@@ -1,0 +1,1 @@
+"""The engine of `certify`, `predict` and `attack`: plan, records, resume, shards, metrics."""

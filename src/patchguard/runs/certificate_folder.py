@@ -1,0 +1,129 @@
+"""`CertificateFolder`: the certificate files of a run. None that is there already is written over or trusted."""
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from patchguard import verify
+from patchguard.data.decode import Unreadable
+from patchguard.errors import InputError
+from patchguard.runs.job import Job
+from patchguard.runs.plan import Plan, Task
+from patchguard.runs.records import Folder, Lock
+from patchguard.storage import zoo
+from patchguard.storage.certificate_file import image_digest
+
+OPTION = "--certificates"
+GO_ELSEWHERE = f"Give another {OPTION}, or move that file away."
+
+
+def certificate_name(index: int, key: str) -> str:
+    """Return the name of the certificate file of one image and patch."""
+    return f"{index:06d}-{key.replace('%', 'percent')}.pgc"
+
+
+@final
+@dataclass(frozen=True)
+class CertificateFolder:
+    """A folder with a file per image and patch; a record holds the SHA-256 of each of its files."""
+
+    path: Path
+
+    @contextmanager
+    def locked(self, *, first: bool) -> Iterator[Lock]:
+        """Hold the folder itself, as `Folder.locked` does; no file for it lies among the certificates."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise InputError(f"`{OPTION}` must be a folder; got {self.path}: {error.strerror}.") from None
+        try:
+            lock = Lock(descriptor, self.path, needed=False)
+            lock.take(fcntl.LOCK_EX if first else fcntl.LOCK_SH)
+            yield lock
+        finally:
+            os.close(descriptor)
+
+    def write(self, name: str, content: bytes) -> str:
+        """Write a file unless it is there, and return its digest; refuse where other content is there."""
+        there = self._read(name)
+        if there is None:
+            Folder(self.path).write_bytes(name, content, durable=False)
+        elif there != content:
+            raise InputError(
+                f"{self.path / name} is there already with other content: another release, device or batch size gives "
+                f"other evidence. {GO_ELSEWHERE}"
+            )
+        return hashlib.sha256(content).hexdigest()
+
+    def check(self, run: Folder, job: Job) -> None:
+        """Raise unless each file is the one that a record names or one that this run may come to write."""
+        recorded: dict[int, Mapping[str, Any]] = {
+            record["index"]: record["patches"] for record in run.records() if "error" not in record
+        }
+        for index, entries in recorded.items():
+            for key, entry in entries.items():
+                self._check_recorded(run, certificate_name(index, key), entry)
+        plans: dict[tuple[int, int], Plan] = {}
+        digests: dict[tuple[tuple[int, int], str], str] = {}
+        for index, key in self._others(job, recorded):
+            name = certificate_name(index, key)
+            try:
+                image = job.source.read(index)
+                size = (image.shape[1], image.shape[2])
+                plan = plans[size] = plans.get(size) or job.plan(size)
+                task = next(each for each in plan.tasks if each.written.key == key)
+                model = digests[size, key] = digests.get((size, key)) or zoo.digest(task.guard)
+                same = self._is_about(name, task, model, image_digest(image))
+            except (Unreadable, InputError):  # this run will write no file for it
+                same = False
+            if not same:
+                raise InputError(
+                    f"{self.path / name} is there already and is about another image, model or patch. {GO_ELSEWHERE}"
+                )
+
+    def _check_recorded(self, run: Folder, name: str, entry: Mapping[str, Any]) -> None:
+        content = self._read(name)
+        if content is None:
+            raise InputError(
+                f"{self.path} lacks {name}, which {run.path} has recorded. Give the folder that its certificates are "
+                "in, or another --out to certify anew."
+            )
+        if "certificate" not in entry:
+            raise InputError(
+                f"{run.path} is of an older release and does not say what {name} must hold. "
+                "Give another --out and another --certificates to certify anew."
+            )
+        if hashlib.sha256(content).hexdigest() != entry["certificate"]:
+            raise InputError(
+                f"{self.path / name} is not the file that {run.path} has written. Bring that one back, or give another "
+                "--out and another --certificates to certify anew."
+            )
+
+    def _others(self, job: Job, recorded: Mapping[int, object]) -> Iterator[tuple[int, str]]:
+        """Yield index and patch of the files that are there under a name that this run may still write."""
+        keys = [written.key for written in job.patches]
+        there = {path.name for path in self.path.glob("*.pgc")}
+        for index in range(len(job.source)) if there else ():
+            if index not in recorded:
+                yield from ((index, key) for key in keys if certificate_name(index, key) in there)
+
+    def _is_about(self, name: str, task: Task, model: str, image: str) -> bool:
+        try:
+            claim = verify.read(verify.load(self.path / name))[0]
+        except verify.Refused:
+            return False
+        digests, patch = claim["digests"], {"height": task.patch.height, "width": task.patch.width, "count": 1}
+        return bool(digests["model"] == model and digests["image"] == image and claim["patch"] == patch)
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return (self.path / name).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise InputError(f"{self.path / name} cannot be read: {error.strerror}. {GO_ELSEWHERE}") from None

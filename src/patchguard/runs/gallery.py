@@ -1,0 +1,157 @@
+"""A few images of a run with the evidence behind their labels, chosen by a seeded draw, for pictures in a report."""
+
+import hashlib
+import heapq
+import io
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import numpy as np
+import torch
+from jaxtyping import Float32, UInt8
+from torch import Tensor
+
+from patchguard.data.loading import resized
+from patchguard.defenses import RobustMasking
+from patchguard.defenses.evidence import EvidenceMap
+from patchguard.defenses.window_sums import sums
+from patchguard.runs.plan import Plan
+from patchguard.runs.records import Folder, Record
+
+EACH = {True: 8, False: 12}  # images per group, with and without classes
+LONGEST = 320  # pixels of the longer side of a stored picture
+ORDER = ("certified", "not certified", "wrong", "proved", "not proved")
+
+
+def choose(records: Iterable[Record], settings: dict[str, Any]) -> list[tuple[str, Record]]:
+    """Return up to 24 records with their groups, for the first patch."""
+    labelled, key = bool(settings["labelled"]), settings["patches"][0]
+    draw = Draw(EACH[labelled])
+    for record in records:
+        if "error" not in record:
+            draw.offer(_group(record, key, labelled), record)
+    return draw.taken(ORDER)
+
+
+@final
+class Draw:
+    """Up to `each` records of every group, drawn as they come.
+
+    Every record has a rank that depends on its index alone; those of lowest rank are taken. So the draw does not
+    depend on the order of the records, and few of them are in memory.
+    """
+
+    def __init__(self, each: int) -> None:
+        self.each = each
+        self.groups: dict[str, list[tuple[int, int, Record]]] = {}
+
+    def wants(self, group: str, index: int) -> bool:
+        """Whether a record would be taken, were it offered now."""
+        heap = self.groups.get(group, [])
+        return len(heap) < self.each or (-_rank(index), index) > heap[0][:2]
+
+    def offer(self, group: str, record: Record) -> None:
+        """Take a record if its rank is low enough, and let go of the highest."""
+        heap = self.groups.setdefault(group, [])
+        ranked = (-_rank(record["index"]), record["index"], record)
+        if len(heap) < self.each:
+            heapq.heappush(heap, ranked)
+        else:
+            heapq.heappushpop(heap, ranked)
+
+    def taken(self, order: Sequence[str]) -> list[tuple[str, Record]]:
+        """Return the records with their groups, in this order of groups."""
+        return [
+            (group, record)
+            for group in order
+            for record in sorted((entry[2] for entry in self.groups.get(group, ())), key=lambda each: each["index"])
+        ]
+
+
+def _group(record: Record, key: str, labelled: bool) -> str:
+    entry = record["patches"][key]
+    if not labelled:
+        return "proved" if entry["certified"] else "not proved"
+    if entry["label"] != record["target"]:
+        return "wrong"
+    return "certified" if entry["certified"] else "not certified"
+
+
+def _rank(index: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"gallery {index}".encode()).digest()[:8], "big")
+
+
+def save(folder: Folder, chosen: list[tuple[str, Record]], views: list["View | None"]) -> None:
+    """Write gallery.npz and gallery.json: the chosen records, each with what `view` found, if anything."""
+    arrays: dict[str, np.ndarray] = {}
+    entries: list[dict[str, Any]] = []
+    for (group, record), seen in zip(chosen, views, strict=True):
+        if seen is None:
+            continue
+        number = len(entries)
+        arrays |= {f"image_{number}": seen.picture, f"evidence_{number}": seen.label, f"rival_{number}": seen.rival}
+        entry = next(iter(record["patches"].values()))
+        entries.append(
+            {
+                "index": record["index"],
+                "name": record["name"],
+                "group": group,
+                "target": record["target"],
+                **{name: entry[name] for name in ("label", "margin", "rival", "window", "box")},
+                "mask": seen.mask,
+                "size": record["size"],
+                "grid": list(seen.label.shape),
+            }
+        )
+    stored = io.BytesIO()
+    np.savez_compressed(stored, allow_pickle=False, **arrays)
+    folder.write_bytes("gallery.npz", stored.getvalue())
+    folder.write("gallery.json", entries)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class View:
+    """A picture, the evidence of its label and of the rival, and the cells that are masked."""
+
+    picture: UInt8[np.ndarray, "height width 3"]
+    label: Float32[np.ndarray, "rows columns"]
+    rival: Float32[np.ndarray, "rows columns"]
+    mask: list[int] | None
+
+
+def view(image: UInt8[Tensor, "3 _ _"], record: Record, evidence: EvidenceMap, plan: Plan) -> View:
+    """Return what the report shows of one image, with its evidence computed anew."""
+    entry = next(iter(record["patches"].values()))
+    label, rival = map_of(evidence, entry["label"]), map_of(evidence, entry["rival"])
+    return View(picture(image), label, rival, _mask(plan, evidence, entry["label"]))
+
+
+def picture(image: UInt8[Tensor, "3 _ _"]) -> UInt8[np.ndarray, "height width 3"]:
+    """Return pixels for a page, no larger than it shows them."""
+    height, width = image.shape[1:]
+    longer = max(height, width)
+    if longer > LONGEST:
+        image = resized(image, (max(1, height * LONGEST // longer), max(1, width * LONGEST // longer)))
+    return np.asarray(image.permute(1, 2, 0).contiguous().numpy())
+
+
+def map_of(evidence: EvidenceMap, label: int) -> Float32[np.ndarray, "rows columns"]:
+    """Return the evidence of one class, of the first image."""
+    values = evidence.values[0, label].double() / evidence.scale
+    return np.asarray(values.float().cpu().numpy())
+
+
+def _mask(plan: Plan, evidence: EvidenceMap, label: int) -> list[int] | None:
+    """Return the cells that robust masking hides of the label's evidence; other rules hide no single window."""
+    defense = plan.tasks[0].guard.defense
+    if not isinstance(defense, RobustMasking):
+        return None
+    maps = evidence.values[0, label]
+    hidden = sums(maps[None], defense.masks)[0]
+    heaviest = int(torch.argmax(hidden))
+    if int(hidden[heaviest]) <= defense.threshold * int(maps.sum()):
+        return None
+    box: list[int] = defense.masks.boxes[heaviest].tolist()
+    return box

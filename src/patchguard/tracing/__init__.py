@@ -1,1 +1,0 @@
-"""How the entries of a tensor depend on pixels, operation by operation; `patchguard.trace` walks them."""

@@ -1,0 +1,118 @@
+"""The command line: results on stdout, one line per mistake on stderr, exit status that tells."""
+
+import pytest
+import torch
+from helpers.tiny import srf_guard
+from torch import nn
+from typer.testing import CliRunner
+
+from patchguard import models
+from patchguard.cli import app
+from patchguard.defenses import Undefended
+from patchguard.defenses.evidence import Evidence
+from patchguard.geometry.preprocess import Preprocess
+from patchguard.guards.local import LocalGuard
+from patchguard.models import wrap
+from patchguard.storage import zoo
+
+
+@pytest.fixture
+def run():
+    return lambda *words: CliRunner().invoke(app, list(words))
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    path = tmp_path / "guard.safetensors"
+    zoo.save(srf_guard(), path)
+    return str(path)
+
+
+@pytest.mark.parametrize("words", [(), ("audit",), ("models",), ("verify",)])
+def test_every_help_has_an_example(run, words):
+    shown = run(*words, "--help")
+    assert shown.exit_code == 0
+    assert "Example: patchguard" in shown.stdout
+
+
+def test_models_lists_the_zoo(run):
+    shown = run("models")
+    assert shown.exit_code == 0
+    rows = {line.split()[0]: line for line in shown.stdout.splitlines() if line.strip()}
+    assert set(models.REGISTRY) < set(rows)
+    assert "32 px" in rows["mask_bn_imagenet"]
+
+
+def test_an_audit_shows_field_windows_and_verdict(run, checkpoint):
+    shown = run("audit", "--model", checkpoint, "--size", "16x18", "--device", "cpu")
+    assert shown.exit_code == 0, shown.stderr
+    text = " ".join(shown.stdout.split())
+    for part in (
+        "source image 16 x 18 pixels",
+        "cells 16 x 18",
+        "field of a cell 5 x 5 pixels",
+        "stride 1 x 1",
+        "2 x 2 6 x 6 cells",
+        "8 x 8 12 x 12 cells 50% 35",
+        "passed: no cell moved outside its field",
+    ):
+        assert part in text
+
+
+def test_a_network_of_the_registry_is_audited_by_name(run, monkeypatch):
+    monkeypatch.setitem(models.REGISTRY, "srf", lambda: models.build("block_resnet18", classes=2, width=0.02))
+    shown = run("audit", "--model", "srf", "--device", "cpu")
+    assert shown.exit_code == 0, shown.stderr
+    assert "8 x 8" in shown.stdout
+
+
+def guard_of(network: nn.Module) -> LocalGuard:
+    torch.manual_seed(0)
+    return LocalGuard(Preprocess(), wrap(network, classes=2), Evidence(low=None), Undefended())
+
+
+def test_a_leaky_network_is_refused_with_status_1(run, monkeypatch):
+    leaky = guard_of(nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4), nn.Conv2d(4, 2, 1)))
+    monkeypatch.setattr(zoo, "find", lambda name: leaky)
+    shown = run("audit", "--model", "srf", "--size", "12")
+    assert shown.exit_code == 1
+    assert shown.stdout == ""
+    assert "(InstanceNorm2d) cannot be bounded" in shown.stderr
+    assert len(shown.stderr.strip().splitlines()) == 1
+
+
+def test_a_leak_is_shown_with_status_1(run, monkeypatch):
+    honest = guard_of(nn.Conv2d(3, 2, 3))
+    field = honest.field(12, 12)
+    leaky = guard_of(nn.Sequential(nn.Conv2d(3, 2, 3), nn.InstanceNorm2d(2)))
+    monkeypatch.setattr(type(leaky.model), "field", lambda self, height, width: field)
+    monkeypatch.setattr(zoo, "find", lambda name: leaky)
+    shown = run("audit", "--model", "srf", "--size", "12")
+    assert shown.exit_code == 1
+    assert "failed: cell (" in shown.stdout
+    assert "outside its field, changed" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model", "bagnet18"), "Did you mean 'bagnet17'?"),
+        (("--model", "srf", "--size", "big"), "`--size` must be a side such as 224"),
+        (("--model", "srf", "--size", "4"), "at least 7 x 7 pixels here; got 4 x 4"),
+        (("--model", "srf", "--device", "gpu"), "`device` must be auto"),
+        (("--model", "nowhere/guard.safetensors"), "no file is at"),
+    ],
+)
+def test_mistakes_are_one_line_on_stderr(run, words, message):
+    shown = run("audit", *words)
+    assert shown.exit_code == 1
+    assert shown.stdout == ""
+    assert shown.stderr.startswith("patchguard: ")
+    assert message in shown.stderr
+    assert len(shown.stderr.strip().splitlines()) == 1
+
+
+def test_a_file_needs_a_size(run, checkpoint):
+    shown = run("audit", "--model", checkpoint)
+    assert shown.exit_code == 1
+    assert "give the size of yours" in shown.stderr

@@ -21,9 +21,9 @@ from patchguard.data.images import check_images
 from patchguard.defenses.ties import argmax, argmin
 from patchguard.errors import InputError
 from patchguard.guard import Certificate, Prediction
-from patchguard.guards.interval_network import IntervalCnn
+from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.patch import Patch
-from patchguard.runtime import full_precision, placement
+from patchguard.runtime import device_and_dtype, full_precision
 
 Images: TypeAlias = Float[Tensor, "batch 3 height width"]
 Maps: TypeAlias = Float[Tensor, "_sets _channels _rows _columns"]
@@ -157,7 +157,7 @@ class IntervalGuard:
         """Check the images; return the device of the network and how many images it takes at once there."""
         check_images(images)
         self.model.check_size(*images.shape[2:])
-        device, _ = placement(self.model)
+        device, _ = device_and_dtype(self.model)
         at_once = PIXELS_AT_ONCE.get(device.type, PIXELS_AT_ONCE["cuda"]) // self.model.side**2
         return device, max(1, at_once)
 

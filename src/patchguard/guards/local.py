@@ -31,7 +31,7 @@ from patchguard.geometry.windows import Windows
 from patchguard.guard import Answer, Certificate, Prediction, concatenate
 from patchguard.models.base import LocalModel
 from patchguard.patch import Patch
-from patchguard.runtime import LARGEST_BATCH, evaluating, frozen, full_precision, placement
+from patchguard.runtime import LARGEST_BATCH, device_and_dtype, eval_mode, frozen_parameters, full_precision
 
 Images = Float[Tensor, "batch 3 height width"]
 
@@ -203,8 +203,8 @@ class LocalGuard(Generic[Proof]):
         For attacks and saliency, in one piece: the caller chooses how many images fit the memory. Autocast of the
         caller holds for the network, so that gradients may be computed in bfloat16; answers come from `predict`.
         """
-        device, dtype = placement(self.model)
-        with evaluating(self.model), frozen(self.model):
+        device, dtype = device_and_dtype(self.model)
+        with eval_mode(self.model), frozen_parameters(self.model):
             with torch.autocast(device.type, enabled=False):
                 pixels = self.preprocess(images.to(device)).to(dtype)
             if device.type == "cpu" or torch.is_autocast_enabled(device.type):
@@ -229,13 +229,13 @@ class LocalGuard(Generic[Proof]):
         A network without a field may answer; for `proving`, it is refused before it runs.
         """
         check_images(images)
-        device, dtype = placement(self.model)
+        device, dtype = device_and_dtype(self.model)
         height, width = self.preprocess.output_size(*images.shape[-2:])
         self.model.check_size(height, width)
         at_once = PIXELS_AT_ONCE.get(device.type, PIXELS_AT_ONCE["cuda"]) // (height * width)
         run = self.model.program(height, width) if proving else self._network(height, width)
         for part in torch.split(images, min(max(1, at_once), LARGEST_BATCH)):
-            with evaluating(self.model), full_precision(device):
+            with eval_mode(self.model), full_precision(device):
                 local_logits = run(self.preprocess(part.to(device)).to(dtype))
             yield local_logits
 

@@ -25,9 +25,9 @@ from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError, nearest
 from patchguard.geometry.preprocess import Preprocess
 from patchguard.guards.interval import IntervalGuard
-from patchguard.guards.interval_network import IntervalCnn
 from patchguard.guards.local import LocalGuard
 from patchguard.models.base import LocalModel
+from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.patch import Patch
 from patchguard.storage import config
 from patchguard.storage.presets import PRESETS

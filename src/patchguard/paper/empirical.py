@@ -27,8 +27,8 @@ from patchguard.data.images import check_images
 from patchguard.defenses.base import Defense
 from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
-from patchguard.guard import Prediction
-from patchguard.guards.local import PIXELS_AT_ONCE, Images, LocalGuard
+from patchguard.guard import Images, Prediction
+from patchguard.guards.local import PIXELS_AT_ONCE, LocalGuard
 from patchguard.models.base import LocalModel
 from patchguard.runtime import device_and_dtype, full_precision
 

@@ -18,7 +18,8 @@ from patchguard.errors import InputError
 from patchguard.geometry.field import Axis, Field
 from patchguard.geometry.windows import Windows
 from patchguard.guard import Certificate
-from patchguard.guards.local import LocalGuard, settled_sides
+from patchguard.guard import bisect_sides as settled_sides
+from patchguard.guards.local import LocalGuard
 from patchguard.patch import Patch
 
 PLAIN = Undefended()

@@ -17,7 +17,6 @@ from patchguard.data.source import Source
 from patchguard.errors import InputError
 from patchguard.geometry.windows import Windows
 from patchguard.guards.interval import IntervalGuard
-from patchguard.guards.interval_loss import Outlook, drawn, worst_scores
 from patchguard.guards.local import LocalGuard
 from patchguard.models.ablation import Ablation
 from patchguard.models.bagnet import BagNet
@@ -29,6 +28,7 @@ from patchguard.training.augment import Draws, augmented, mixed, quarter, recolo
 from patchguard.training.curriculum import Stage, coarse, rate, stage_at, stages, thinned
 from patchguard.training.feed import feed_of
 from patchguard.training.initial import start_from, teacher_of
+from patchguard.training.interval_loss import Outlook, drawn, worst_scores
 from patchguard.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)

@@ -370,7 +370,8 @@ class Guard(ABC):
 
     def settings(self) -> dict[str, Any]:
         """Return the rule in JSON values, for run.json and reports."""
-        return {"guard": self.kind or type(self).__name__, "defense": type(self).__name__, "detects": self.detects}
+        name = type(self).__name__
+        return {"guard": self.kind or name, "defense": name, "detects": self.detects, "defends": True}
 
     def override(
         self, *, defense: str = "", evidence: str = "", threshold: str = "", tau: float | None = None
@@ -386,6 +387,19 @@ class Guard(ABC):
     def to(self, device: torch.device | str) -> "Guard":
         """Move the network to a device; answers come back on the device of the images."""
         return self
+
+    @property
+    def preprocess(self) -> Callable[[Images], Images]:
+        """What happens to source images before the network reads them; by default nothing."""
+        return _keep
+
+    def without_preprocess(self) -> "Guard":
+        """Return the guard for images that are already preprocessed: patches then live in network pixels."""
+        return self
+
+
+def _keep(images: Images) -> Images:
+    return images
 
 
 def require_label(certificate: AnyCertificate) -> Certificate:

@@ -178,7 +178,7 @@ def test_a_block_lies_where_the_evidence_is(tmp_path: Path) -> None:
     logits = torch.from_numpy(np.array(maps.local_logits)).float().clamp(min=0)
     for image, (top, left) in enumerate(corners.tolist()):
         evidence = logits[image, int(maps.targets[image])]
-        under = float(evidence[torch.from_numpy(field.touched((top, left, 6, 6)))].sum())
+        under = float(evidence[torch.from_numpy(field.touched_cells((top, left, 6, 6)))].sum())
         heaviest = max(float(evidence[a:b, c:d].sum()) for a, b, c, d in windows.boxes.tolist())
         assert under == pytest.approx(heaviest, rel=1e-3)
     images = torch.zeros(1, 3, 24, 24)

@@ -25,7 +25,7 @@ from patchguard.guard import Box, Certificate, Guard, Prediction
 from patchguard.guards.identity import compute_digest, describe_model
 from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.patch import Patch
-from patchguard.runtime import full_precision, placement
+from patchguard.runtime import device_and_dtype, full_precision
 
 Images: TypeAlias = Float[Tensor, "batch 3 height width"]
 Maps: TypeAlias = Float[Tensor, "_sets _channels _rows _columns"]
@@ -208,7 +208,7 @@ class IntervalGuard(Guard):
         """Check the images; return the device of the network and how many images it takes at once there."""
         check_images(images)
         self.model.check_size(*images.shape[2:])
-        device, _ = placement(self.model)
+        device, _ = device_and_dtype(self.model)
         at_once = PIXELS_AT_ONCE.get(device.type, PIXELS_AT_ONCE["cuda"]) // self.model.side**2
         return device, max(1, at_once)
 

@@ -53,7 +53,7 @@ from patchguard.guards.cell_claims import claim_cells, compare_cells, rule_to_js
 from patchguard.guards.identity import compute_digest, describe_model
 from patchguard.models.base import LocalModel
 from patchguard.patch import Patch
-from patchguard.runtime import LARGEST_BATCH, evaluating, frozen, full_precision, placement
+from patchguard.runtime import LARGEST_BATCH, device_and_dtype, eval_mode, frozen_parameters, full_precision
 
 # Network pixels that pass through the model at once. A CPU is fastest while activations fit its cache (8 images of
 # 32 x 32, or 1 of 224 x 224); a GPU wants many, within its memory (83 images of 224 x 224).
@@ -398,8 +398,8 @@ class LocalGuard(Guard, Generic[Proof]):
         For attacks and saliency, in one piece: the caller chooses how many images fit the memory. Autocast of the
         caller holds for the network, so that gradients may be computed in bfloat16; answers come from `predict`.
         """
-        device, dtype = placement(self.model)
-        with evaluating(self.model), frozen(self.model):
+        device, dtype = device_and_dtype(self.model)
+        with eval_mode(self.model), frozen_parameters(self.model):
             with torch.autocast(device.type, enabled=False):
                 pixels = self.preprocess(images.to(device)).to(dtype)
             if device.type == "cpu" or torch.is_autocast_enabled(device.type):
@@ -420,13 +420,13 @@ class LocalGuard(Guard, Generic[Proof]):
         A network without a field may answer; for `proving`, it is refused before it runs.
         """
         check_images(images)
-        device, dtype = placement(self.model)
+        device, dtype = device_and_dtype(self.model)
         height, width = self.preprocess.output_size(*images.shape[-2:])
         self.model.check_size(height, width)
         at_once = PIXELS_AT_ONCE.get(device.type, PIXELS_AT_ONCE["cuda"]) // (height * width)
         run = self.model.program(height, width) if proving else self._network(height, width)
         for part in torch.split(images, min(max(1, at_once), LARGEST_BATCH)):
-            with evaluating(self.model), full_precision(device):
+            with eval_mode(self.model), full_precision(device):
                 local_logits = run(self.preprocess(part.to(device)).to(dtype))
             yield local_logits
 
@@ -508,7 +508,7 @@ def _place(axis: Axis, length: int, start: int, stop: int) -> int:
     """Of the positions that touch the cells start .. stop - 1 and no others, return the middle one."""
     cells = np.zeros(axis.cells, dtype=bool)
     cells[np.arange(start, stop) % axis.cells] = True
-    touched = axis.touched_from(length)
+    touched = axis.touched_cells_by_position(length)
     inside = (touched & ~cells).sum(1) == 0
     score = np.where(inside, (touched & cells).sum(1), -1)
     best = np.flatnonzero(score == score.max())

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, final
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
+from jaxtyping import Bool, Float, Float64, Int64, UInt8
 from torch import Tensor
 
 from patchguard.errors import InputError
@@ -102,6 +102,12 @@ def concatenate(answers: list[Answer]) -> Answer:
     return type(first)(**joined)
 
 
+def select_row(answer: Answer, row: int) -> Answer:
+    """Return the answer for one image of a batch, as a batch of one."""
+    rows = {name: value[row : row + 1] for name, value in vars(answer).items() if isinstance(value, Tensor)}
+    return replace(answer, **rows)
+
+
 def move(answer: Answer, device: torch.device) -> Answer:
     """Return the answer with its tensors on a device."""
     tensors = {name: value.to(device) for name, value in vars(answer).items() if isinstance(value, Tensor)}
@@ -171,6 +177,16 @@ class Picture:
 
     maps: tuple[Float[Tensor, "rows columns"], ...]
     mask: Box | None = None
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """What the standalone checker needs to recompute one certificate: entries of the claim, digests, and an array."""
+
+    entries: dict[str, Any]
+    digests: dict[str, str]
+    array: bytes  # a .npy file of 64-bit integers
 
 
 # -- the contract ------------------------------------------------------------------------------------------------------
@@ -365,6 +381,25 @@ class Guard(ABC):
     def evidence_arrays(self, examination: Examination, row: int) -> dict[str, Tensor]:
         """Return the numbers behind row `row` of an examination, for whoever must understand a refuted proof."""
         return {}
+
+    # -- certificate files ---------------------------------------------------------------------------------------------
+
+    def claim(
+        self, examination: Examination, row: int, certificate: Certificate, patch: Patch, size: tuple[int, int]
+    ) -> Claim | None:
+        """Return what verify.py needs to recompute the certificate of row `row`, which is about one image.
+
+        None where it cannot: the file is then a statement that only the holder of the guard can confirm.
+        """
+        return None
+
+    def compare_claim(self, claim: dict[str, Any], array: Any, pixels: UInt8[Tensor, "3 height width"]) -> str | None:
+        """Return the first way in which a claim of this kind is not about this guard and image, or None."""
+        return f"{type(self).__name__} makes no claims of this kind"
+
+    def has_rule_of(self, claim: dict[str, Any]) -> bool:
+        """Whether the rule in a claim is the guard's as it is, not with masks fitted to the claim's patch."""
+        return True
 
     # -- settings ------------------------------------------------------------------------------------------------------
 

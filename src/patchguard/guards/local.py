@@ -19,9 +19,10 @@ from typing import Any, ClassVar, Generic, final, get_args, overload
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
+from patchguard import verify
 from patchguard.data.images import check_images
 from patchguard.defenses import Undefended
 from patchguard.defenses.base import Defense, Proof
@@ -34,6 +35,8 @@ from patchguard.geometry.windows import Windows
 from patchguard.guard import (
     AnyCertificate,
     Box,
+    Certificate,
+    Claim,
     Examination,
     Guard,
     Images,
@@ -46,6 +49,7 @@ from patchguard.guard import (
     move,
     require_label,
 )
+from patchguard.guards.cell_claims import claim_cells, compare_cells, rule_to_json
 from patchguard.guards.identity import compute_digest, describe_model
 from patchguard.models.base import LocalModel
 from patchguard.patch import Patch
@@ -303,6 +307,37 @@ class LocalGuard(Guard, Generic[Proof]):
         """Return the evidence in whole units, and their scale."""
         evidence: EvidenceMap = examination.details
         return {"evidence": evidence.values[row].cpu(), "scale": torch.tensor(evidence.scale)}
+
+    # -- certificate files ---------------------------------------------------------------------------------------------
+
+    def claim(
+        self, examination: Examination, row: int, certificate: Certificate, patch: Patch, size: tuple[int, int]
+    ) -> Claim:
+        """Return evidence, field and rule of one image."""
+        evidence: EvidenceMap = examination.details[row : row + 1]
+        # A positive margin implies that the label is the defended one.
+        if not bool(certificate.certified) and int(self.defense.predict(evidence).label) != int(certificate.label):
+            raise InputError("a certificate file must be about the defended label. Certify with `label=None`.")
+        return claim_cells(
+            defense=self.defense,
+            settings=self.evidence,
+            evidence=evidence,
+            certificate=certificate,
+            field=self.field(*size),
+            patch=patch,
+            windows=self.windows(patch, *size),
+            preprocess=self.preprocess,
+        )
+
+    def compare_claim(self, claim: dict[str, Any], array: Any, pixels: UInt8[Tensor, "3 height width"]) -> str | None:
+        """As `compare_cells` says."""
+        if claim["format"] != verify.FORMAT:
+            return "it makes no claim about cells"
+        return compare_cells(claim, array, self, pixels)
+
+    def has_rule_of(self, claim: dict[str, Any]) -> bool:
+        """Whether the defense of a claim is this one, masks included."""
+        return bool(claim["defense"] == rule_to_json(self.defense))
 
     # -- settings ------------------------------------------------------------------------------------------------------
 

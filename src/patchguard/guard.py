@@ -393,6 +393,9 @@ class Guard(ABC):
         """
         return None
 
+    def validate_claims(self) -> None:  # noqa: B027
+        """Raise where no certificate file can be written about this guard."""
+
     def compare_claim(self, claim: dict[str, Any], array: Any, pixels: UInt8[Tensor, "3 height width"]) -> str | None:
         """Return the first way in which a claim of this kind is not about this guard and image, or None."""
         return f"{type(self).__name__} makes no claims of this kind"
@@ -423,18 +426,13 @@ class Guard(ABC):
         """Move the network to a device; answers come back on the device of the images."""
         return self
 
-    @property
-    def preprocess(self) -> Callable[[Images], Images]:
-        """What happens to source images before the network reads them; by default nothing."""
-        return _keep
+    def to_network_pixels(self, images: Images) -> Images:
+        """Return source images as the network reads them: resized and cropped."""
+        return images
 
     def without_preprocess(self) -> "Guard":
         """Return the guard for images that are already preprocessed: patches then live in network pixels."""
         return self
-
-
-def _keep(images: Images) -> Images:
-    return images
 
 
 def require_label(certificate: AnyCertificate) -> Certificate:

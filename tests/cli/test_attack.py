@@ -287,7 +287,7 @@ def test_other_settings_and_runs_of_another_kind_are_refused(run, photos, tmp_pa
     words = ("--attack", "noise", "--out", tmp_path / "run")
     first = run(*words)
     assert first.exit_code == 0, first.output
-    assert "was finished before" in run(*words).stdout
+    assert "already complete" in run(*words).stdout
     assert "other settings: seed 0, not 1" in run(*words, "--seed", "1").stderr
     certified = run("--data", photos, "--out", tmp_path / "run", command="certify")
     assert "holds a run of another kind: attack, not certify" in certified.stderr

@@ -160,9 +160,9 @@ def save(
     written = {patch: {"text": patch, "percent": None} for patch in settings["patches"]}
     run = {"kind": "certify", "settings": settings, "patches": written}
     place = Folder(folder)
-    with place.locked(first=True):
+    with place.lock():
         place.begin(run | {"environment": ENVIRONMENT, "version": "0.1.0"})
-        with place.appending(0) as appender:
+        with place.open_shard(0) as appender:
             appender.append(records)
         place.write("summary.json", make_summary(summarise(place.records(), settings), place.run() or {}, SECONDS))
         place.write("gallery.json", [entry for entry, _ in pictures])

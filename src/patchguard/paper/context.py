@@ -25,7 +25,7 @@ from patchguard.paper import maps as maps_on_disk
 from patchguard.paper.experiment import Missing
 from patchguard.paper.maps import Maps
 from patchguard.paper.study_images import PHOTO, SMALL
-from patchguard.runs.job import matched
+from patchguard.runs.images import align_classes
 from patchguard.storage import zoo
 from patchguard.storage.presets import PRESETS
 from patchguard.training import recipes
@@ -179,7 +179,7 @@ class Context:
     def _maps(self, name: str, dataset: str) -> Maps:
         source = self.images(dataset)
         guard = self.guard(name)
-        source = matched(source, guard)
+        source = align_classes(source, guard)
         assert source.targets is not None
         own = guard.preprocess if guard.preprocess.steps else None
         prepare = None if dataset in SMALL else own or self.prepares(name)

@@ -16,7 +16,7 @@ from patchguard.data.source import open_source
 from patchguard.errors import InputError
 from patchguard.geometry.preprocess import CenterCrop, Preprocess, Resize
 from patchguard.guards.local import LocalGuard
-from patchguard.runs.job import matched
+from patchguard.runs.images import align_classes
 from patchguard.storage import zoo
 from patchguard.training import pretrained
 
@@ -93,7 +93,7 @@ def open_images(
     source = open_source(data, root)
     if source.targets is None:
         raise InputError(f"`data` must have classes to be right or wrong about; {data} has none.")
-    source = matched(source, guard)
+    source = align_classes(source, guard)
     numbers = list(range(len(source))) if limit is None else spread(min(limit, len(source)), len(source), seed)
     prepare = None if data in SMALL else guard.preprocess if guard.preprocess.steps else photo
     images, kept = [], []

@@ -12,7 +12,7 @@ from patchguard.errors import InputError
 from patchguard.guard import Guard, Plan
 from patchguard.patch import Patch, Space
 from patchguard.runs.images import align_classes, digest_source, find_usual_size
-from patchguard.storage import certificate_file, zoo
+from patchguard.storage import zoo
 
 SMALL = 100  # pixels: below this side, the default patch is given in pixels
 CURVE = (Fraction(1, 5), Fraction(2, 5), Fraction(3, 5), Fraction(1), Fraction(8, 5))  # 1, 2, 3, 5, 8 for side 5
@@ -176,7 +176,7 @@ def prepare(
     digest = loaded.digest
     source = align_classes(source, loaded)
     if space == "input":
-        source, loaded = source.prepared(loaded.preprocess), loaded.without_preprocess()
+        source, loaded = source.prepared(loaded.to_network_pixels), loaded.without_preprocess()
     size = find_usual_size(source)
     written = written or (choose_default_patch(recipe, size),)
     in_pixels = [patch.at(*size) for patch in written]
@@ -212,6 +212,6 @@ def prepare(
 def _check_certificates(job: Job) -> None:
     if job.patch_space != "source":
         raise InputError("`--certificates` are about source images. Leave it out, or --patch-space input.")
-    certificate_file.check_supported(job.guard)
+    job.guard.validate_claims()
     if job.top_k != 1:
         raise InputError(f"`--certificates` needs --top-k 1; got {job.top_k}. Leave it out.")

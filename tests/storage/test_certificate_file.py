@@ -100,7 +100,7 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one_whole(broken, tmp_pat
         raise OSError("no space left")
 
     monkeypatch.setattr("os.fsync" if broken == "write" else "os.replace", refuse)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(InputError, match="cannot be written: no space left"):
         certificate_file.write(path, srf_guard(), image(16, seed=1), Patch(2))
     monkeypatch.undo()
     assert path.read_bytes() == before

@@ -11,7 +11,7 @@ and one file per rule in defenses. A guard only puts them together.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -27,7 +27,13 @@ from patchguard.data.images import check_images
 from patchguard.defenses import Undefended
 from patchguard.defenses.base import Defense, Proof
 from patchguard.defenses.evidence import Evidence, EvidenceMap, Kind
-from patchguard.defenses.serialization import DEFENSES, defense_to_json, evidence_to_json
+from patchguard.defenses.serialization import (
+    DEFENSES,
+    defense_from_json,
+    defense_to_json,
+    evidence_from_json,
+    evidence_to_json,
+)
 from patchguard.errors import InputError, NoFieldError, nearest
 from patchguard.geometry.field import Axis, Field, compose
 from patchguard.geometry.preprocess import Preprocess
@@ -125,6 +131,15 @@ class LocalGuard(Guard, Generic[Proof]):
             "evidence": evidence_to_json(self.evidence),
             "defense": defense_to_json(self.defense),
         }
+
+    @classmethod
+    def from_json(
+        cls, model: LocalModel, settings: Mapping[str, Any], class_names: tuple[str, ...]
+    ) -> "LocalGuard[Any]":
+        """Return the guard that `to_json` described; refuse anything else."""
+        preprocess = Preprocess.from_json(settings["preprocess"])
+        evidence, defense = evidence_from_json(settings["evidence"]), defense_from_json(settings["defense"])
+        return cls(preprocess, model, evidence, defense, class_names)
 
     # -- the two verbs -------------------------------------------------------------------------------------------------
 

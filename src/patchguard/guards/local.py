@@ -396,11 +396,11 @@ class LocalGuard(Guard, Generic[Proof]):
 
     def field(self, height: int, width: int) -> Field:
         """Return which pixels of a `height` x `width` source image each cell reads, through the whole chain."""
-        return _composed(self._cells(height, width), self.preprocess, height, width)
+        return _compose_field(self._cells(height, width), self.preprocess, height, width)
 
     def windows(self, patch: Patch, height: int, width: int) -> Windows:
         """Return the boxes of cells that the patch can reach in source images of `height` x `width` pixels."""
-        return _reached(patch, self._cells(height, width), self.preprocess, height, width)
+        return _find_windows(patch, self._cells(height, width), self.preprocess, height, width)
 
     @torch.no_grad()
     def local_logits(self, images: Images) -> Float[Tensor, "batch classes rows columns"]:
@@ -509,13 +509,13 @@ def _defense_of(guard: Guard) -> Defense[Any]:
 
 
 @lru_cache(maxsize=256)
-def _composed(cells: Field, preprocess: Preprocess, height: int, width: int) -> Field:
+def _compose_field(cells: Field, preprocess: Preprocess, height: int, width: int) -> Field:
     return compose(cells, preprocess.support(height, width))
 
 
 @lru_cache(maxsize=1024)
-def _reached(patch: Patch, cells: Field, preprocess: Preprocess, height: int, width: int) -> Windows:
-    return Windows.reached_by(patch, _composed(cells, preprocess, height, width))
+def _find_windows(patch: Patch, cells: Field, preprocess: Preprocess, height: int, width: int) -> Windows:
+    return Windows.reached_by(patch, _compose_field(cells, preprocess, height, width))
 
 
 @lru_cache(maxsize=4096)

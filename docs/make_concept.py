@@ -7,7 +7,7 @@ evidence from 0 to 3 for two classes, and the theorem of `ClippedSum`, checked h
 from pathlib import Path
 
 FIGURE = Path(__file__).with_name("assets") / "concept.svg"
-PICTURE = """
+PICTURE = """\
 ................
 ..c........c....
 ..cc......cc....
@@ -23,8 +23,7 @@ PICTURE = """
 ..cccccccccc..c.
 ..cccccccccc.cc.
 ..cc.cccc.cccc..
-................
-""".split()
+................""".splitlines()
 COLORS = {".": "#bfe3ea", "c": "#8d6b52", "e": "#20303a", "n": "#e79aa5", "w": "#f3e9df"}
 PATCH_COLORS = ("#f97316", "#facc15", "#e11d48", "#7c3aed", "#22c55e", "#f59e0b", "#fb7185", "#0ea5e9", "#f43f5e")
 CAT = ["1222210", "2333321", "2323321", "2332321", "1323211", "1232221", "0122211"]
@@ -61,9 +60,12 @@ def square(x: float, y: float, side: float, fill: str, **more: object) -> str:
     return f'<rect x="{x:g}" y="{y:g}" width="{side:g}" height="{side:g}" fill="{fill}"{extra}/>'
 
 
-def words(x: float, y: float, text: str, size: int = 17, fill: str = INK, weight: int = 400, anchor: str = "middle") -> str:
+def words(
+    x: float, y: float, text: str, size: int = 17, fill: str = INK, weight: int = 400, anchor: str = "middle"
+) -> str:
     """Return one line of text."""
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{fill}" font-weight="{weight}" text-anchor="{anchor}">{text}</text>'
+    style = f'font-size="{size}" fill="{fill}" font-weight="{weight}" text-anchor="{anchor}"'
+    return f'<text x="{x:g}" y="{y:g}" {style}>{text}</text>'
 
 
 def draw_image(x: float, y: float, pixel: float) -> str:
@@ -92,7 +94,9 @@ def draw_cells(x: float, y: float, cell: float) -> str:
             parts.append(square(x + j * cell, y + i * cell, cell - 3, fill, rx=4))
     width = len(columns) * cell
     parts.append(
-        square(x + columns[0] * cell - 2, y + rows[0] * cell - 2, width + 1, "none", stroke=ATTACK, stroke_width=3, rx=6)
+        square(
+            x + columns[0] * cell - 2, y + rows[0] * cell - 2, width + 1, "none", stroke=ATTACK, stroke_width=3, rx=6
+        )
     )
     return "".join(parts)
 
@@ -114,7 +118,9 @@ def draw_evidence(x: float, y: float, cell: float, evidence: list[str], color: s
 
 def arrow(x: float, y: float) -> str:
     """Return an arrow to the next panel."""
-    return f'<path d="M{x} {y}h22m-7 -7l7 7l-7 7" fill="none" stroke="{MUTED}" stroke-width="2.5" stroke-linecap="round"/>'
+    return (
+        f'<path d="M{x} {y}h22m-7 -7l7 7l-7 7" fill="none" stroke="{MUTED}" stroke-width="2.5" stroke-linecap="round"/>'
+    )
 
 
 def figure() -> str:
@@ -153,15 +159,17 @@ def figure() -> str:
         words(868, 312, f"smallest margin {worst}", 16, MUTED),
         arrow(990, 152),
         f'<g transform="translate(1104 120)"><path d="{shield}" fill="{SAFE}"/>'
-        '<path d="M-16 0l11 12l22 -24" fill="none" stroke="#fff" stroke-width="7" stroke-linecap="round" stroke-linejoin="round"/></g>',
+        '<path d="M-16 0l11 12l22 -24" fill="none" stroke="#fff" stroke-width="7" stroke-linecap="round"/></g>',
         words(1104, 204, "“cat”, certified", 19, SAFE, 700),
         words(1104, 248, "no 3 × 3 patch,", 16, MUTED),
         words(1104, 269, "wherever it lies and", 16, MUTED),
         words(1104, 290, "whatever it shows,", 16, MUTED),
         words(1104, 312, "changes this label", 16, MUTED),
     ]
-    head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1200 348" font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" role="img"><title>How a certificate comes about</title>'
-    return head + "\n" + "\n".join(body) + "\n</svg>\n"
+    fonts = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1200 348" font-family="{fonts}" role="img">'
+    title = "<title>From a patch to a certificate</title>"
+    return "\n".join([head, title, *body, "</svg>\n"])
 
 
 if __name__ == "__main__":

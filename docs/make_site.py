@@ -50,7 +50,9 @@ def rewrite(source: Path, link: str) -> str:
 def site_path(source: Path) -> Path:
     """Return where a file or folder of the repository lies on the site."""
     place = source.relative_to(DOCS if source.is_relative_to(DOCS) else ROOT)
-    return place / "index.md" if source.is_dir() else place.with_name("index.md") if place.name == "README.md" else place
+    return (
+        place / "index.md" if source.is_dir() else place.with_name("index.md") if place.name == "README.md" else place
+    )
 
 
 def list_folder(folder: Path) -> str:

@@ -1,4 +1,4 @@
-"""Keep the layout of docstrings in the API reference: aligned rules and theorems, and doctests, become blocks of code."""
+"""Keep the layout of docstrings in the API reference: rules, theorems and doctests become blocks of code."""
 
 import re
 from typing import Any

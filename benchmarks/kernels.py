@@ -31,10 +31,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from patchguard import runtime, zoo
+from patchguard import runtime
 from patchguard.data import sample
-from patchguard.field import Field
-from patchguard.guard import Guard
+from patchguard.geometry.field import Field
+from patchguard.guards.local import LocalGuard
+from patchguard.storage import zoo
 
 PATCHES = {"cifar10": 5, "cifar10_mask_srf": 5, "cifar10_mask_ds": 5, "cifar10_mask_bn17": 5, "imagenette_bn17": 32}
 SIDES = {"imagenette_bn17": 224}  # of source images, where it is not 32
@@ -87,7 +88,7 @@ def pictures(name: str, count: int) -> Tensor:
     return F.interpolate(images, size=(side, side), mode="bilinear").clamp(0, 1)
 
 
-def attack(guard: Guard[Any], clean: Tensor, side: int, steps: int, seed: int) -> Attacked:
+def attack(guard: LocalGuard[Any], clean: Tensor, side: int, steps: int, seed: int) -> Attacked:
     """Return the images with random and with grown patches at random places."""
     generator = runtime.generator(seed, len(clean))
     height, width = clean.shape[2:]
@@ -106,7 +107,7 @@ def attack(guard: Guard[Any], clean: Tensor, side: int, steps: int, seed: int) -
     return Attacked(clean, boxes, {"random": random, "grown": grown})
 
 
-def grow(guard: Guard[Any], images: Tensor, inside: Tensor, steps: int) -> Tensor:
+def grow(guard: LocalGuard[Any], images: Tensor, inside: Tensor, steps: int) -> Tensor:
     """Return the images with patches whose activations `steps` gradient steps made large."""
     for _ in range(steps):
         images = images.detach().requires_grad_()
@@ -162,7 +163,7 @@ def with_cudnn() -> Any:
 
 
 @torch.no_grad()
-def kernels(guard: Guard[Any], attacked: Attacked, field: Field, batch: int) -> dict[str, Any]:
+def kernels(guard: LocalGuard[Any], attacked: Attacked, field: Field, batch: int) -> dict[str, Any]:
     """Return what moves, and the speed, with cuDNN's kernels in both layouts and with torch's own."""
     size = guard.preprocess.output_size(*attacked.clean.shape[2:])
     program = guard.model.program(*size)
@@ -190,7 +191,7 @@ def kernels(guard: Guard[Any], attacked: Attacked, field: Field, batch: int) -> 
 
 
 @torch.no_grad()
-def through_guard(guard: Guard[Any], attacked: Attacked, field: Field) -> dict[str, Any]:
+def through_guard(guard: LocalGuard[Any], attacked: Attacked, field: Field) -> dict[str, Any]:
     """Return what moves in the logits that certificates and answers are made of."""
     size = guard.preprocess.output_size(*attacked.clean.shape[2:])
     pixels = guard.preprocess(attacked.clean[:8].to(runtime.placement(guard.model)[0]))
@@ -200,7 +201,7 @@ def through_guard(guard: Guard[Any], attacked: Attacked, field: Field) -> dict[s
     }
 
 
-def load_patches(path: Path | None, name: str, guard: Guard[Any], settings: argparse.Namespace) -> Attacked:
+def load_patches(path: Path | None, name: str, guard: LocalGuard[Any], settings: argparse.Namespace) -> Attacked:
     """Return the attacked images in the file, or make them, and write them there."""
     file = None if path is None else path.with_name(f"{path.stem}-{name}.npz")
     if file is not None and file.exists():

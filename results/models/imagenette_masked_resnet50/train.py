@@ -25,8 +25,9 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from patchguard import runtime, zoo
+from patchguard import runtime
 from patchguard.data.dataset import held_out_places
+from patchguard.storage import zoo
 
 SIDE = 224
 HELD_OUT = 500

@@ -8,7 +8,7 @@ P.-Y. Chiang, R. Ni, A. Abdelkader, C. Zhu, C. Studer, T. Goldstein, "Certified 
 2020. Statement and proof, rounding included: docs/theory.md, "Interval bounds", in the symbols of this file.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, final
 
@@ -23,6 +23,7 @@ from patchguard.errors import InputError
 from patchguard.geometry.preprocess import Preprocess
 from patchguard.guard import Box, Certificate, Guard, Prediction
 from patchguard.guards.identity import compute_digest, describe_model
+from patchguard.models.base import LocalModel
 from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.patch import Patch
 from patchguard.runtime import device_and_dtype, full_precision
@@ -105,6 +106,11 @@ class IntervalGuard(Guard):
         """Move the network to a device."""
         self.model.to(device)
         return self
+
+    @classmethod
+    def from_json(cls, model: LocalModel, settings: Mapping[str, Any], class_names: tuple[str, ...]) -> "IntervalGuard":
+        """Return the guard that `to_json` described; refuse any other network."""
+        return cls(model, class_names)  # type: ignore[arg-type]
 
     # -- the two verbs -------------------------------------------------------------------------------------------------
 

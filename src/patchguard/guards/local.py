@@ -11,7 +11,7 @@ and one file per rule in defenses. A guard only puts them together.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
@@ -19,14 +19,21 @@ from typing import Any, ClassVar, Generic, final, get_args, overload
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
+from patchguard import verify
 from patchguard.data.images import check_images
 from patchguard.defenses import Undefended
 from patchguard.defenses.base import Defense, Proof
 from patchguard.defenses.evidence import Evidence, EvidenceMap, Kind
-from patchguard.defenses.serialization import DEFENSES, defense_to_json, evidence_to_json
+from patchguard.defenses.serialization import (
+    DEFENSES,
+    defense_from_json,
+    defense_to_json,
+    evidence_from_json,
+    evidence_to_json,
+)
 from patchguard.errors import InputError, NoFieldError, nearest
 from patchguard.geometry.field import Axis, Field, compose
 from patchguard.geometry.preprocess import Preprocess
@@ -34,6 +41,8 @@ from patchguard.geometry.windows import Windows
 from patchguard.guard import (
     AnyCertificate,
     Box,
+    Certificate,
+    Claim,
     Examination,
     Guard,
     Images,
@@ -46,6 +55,7 @@ from patchguard.guard import (
     move,
     require_label,
 )
+from patchguard.guards.cell_claims import claim_cells, compare_cells, rule_to_json
 from patchguard.guards.identity import compute_digest, describe_model
 from patchguard.models.base import LocalModel
 from patchguard.patch import Patch
@@ -121,6 +131,15 @@ class LocalGuard(Guard, Generic[Proof]):
             "evidence": evidence_to_json(self.evidence),
             "defense": defense_to_json(self.defense),
         }
+
+    @classmethod
+    def from_json(
+        cls, model: LocalModel, settings: Mapping[str, Any], class_names: tuple[str, ...]
+    ) -> "LocalGuard[Any]":
+        """Return the guard that `to_json` described; refuse anything else."""
+        preprocess = Preprocess.from_json(settings["preprocess"])
+        evidence, defense = evidence_from_json(settings["evidence"]), defense_from_json(settings["defense"])
+        return cls(preprocess, model, evidence, defense, class_names)
 
     # -- the two verbs -------------------------------------------------------------------------------------------------
 
@@ -303,6 +322,37 @@ class LocalGuard(Guard, Generic[Proof]):
         """Return the evidence in whole units, and their scale."""
         evidence: EvidenceMap = examination.details
         return {"evidence": evidence.values[row].cpu(), "scale": torch.tensor(evidence.scale)}
+
+    # -- certificate files ---------------------------------------------------------------------------------------------
+
+    def claim(
+        self, examination: Examination, row: int, certificate: Certificate, patch: Patch, size: tuple[int, int]
+    ) -> Claim:
+        """Return evidence, field and rule of one image."""
+        evidence: EvidenceMap = examination.details[row : row + 1]
+        # A positive margin implies that the label is the defended one.
+        if not bool(certificate.certified) and int(self.defense.predict(evidence).label) != int(certificate.label):
+            raise InputError("a certificate file must be about the defended label. Certify with `label=None`.")
+        return claim_cells(
+            defense=self.defense,
+            settings=self.evidence,
+            evidence=evidence,
+            certificate=certificate,
+            field=self.field(*size),
+            patch=patch,
+            windows=self.windows(patch, *size),
+            preprocess=self.preprocess,
+        )
+
+    def compare_claim(self, claim: dict[str, Any], array: Any, pixels: UInt8[Tensor, "3 height width"]) -> str | None:
+        """As `compare_cells` says."""
+        if claim["format"] != verify.FORMAT:
+            return "it makes no claim about cells"
+        return compare_cells(claim, array, self, pixels)
+
+    def has_rule_of(self, claim: dict[str, Any]) -> bool:
+        """Whether the defense of a claim is this one, masks included."""
+        return bool(claim["defense"] == rule_to_json(self.defense))
 
     # -- settings ------------------------------------------------------------------------------------------------------
 

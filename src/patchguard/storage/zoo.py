@@ -57,7 +57,7 @@ class Entry:
 
 def available() -> list[Entry]:
     """Return every name that `build`, `load` or the command line knows, with one line about each."""
-    trained = [Entry(path.stem, "checkpoint", f"trained {_described(path)}") for path in checkpoints()]
+    trained = [Entry(path.stem, "checkpoint", f"trained {_describe(path)}") for path in checkpoints()]
     presets = [Entry(name, "preset", preset.description) for name, preset in PRESETS.items()]
     networks = []
     for name, factory in models.REGISTRY.items():
@@ -67,7 +67,7 @@ def available() -> list[Entry]:
 
 
 def build(name: str, *, patch: Patch | None = None, **settings: Any) -> LocalGuard[Any]:
-    """Return a preset with freshly initialised weights, or a network of the registry without a defense.
+    """Return a preset with freshly initialized weights, or a network of the registry without a defense.
 
     `settings` replace the network's own (such as `classes` or `width`). The masks of a preset fit its own patch, or
     `patch` if given, in the space that the preset names.
@@ -87,7 +87,7 @@ def load(name_or_path: str | Path) -> Guard:
     A path has a separator or a suffix (`./mine`, `mine.safetensors`); anything else is a name, also where a file or
     folder of that name exists.
     """
-    return read(_located(name_or_path))
+    return read(_locate(name_or_path))
 
 
 def load_guard(name_or_path: str | Path) -> LocalGuard[Any]:
@@ -124,7 +124,7 @@ def file_of(name_or_path: str | Path) -> ModelFile | None:
     name = str(name_or_path)
     if name in PRESETS or name in models.REGISTRY:
         return None
-    path = _located(name_or_path)
+    path = _locate(name_or_path)
     return ModelFile(path, inspect(path)["digest"])
 
 
@@ -134,7 +134,7 @@ def usual_size(name: str) -> tuple[int, int]:
         return PRESETS[name].source_size
     if name in SIZES:
         return SIZES[name], SIZES[name]
-    _located(name)
+    _locate(name)
     raise InputError(f"a file does not say what images it is for; give the size of yours beside `{name}`.")
 
 
@@ -171,7 +171,7 @@ def _claimed_digest(path: Path) -> str:
     return claimed
 
 
-def _located(name_or_path: str | Path) -> Path:
+def _locate(name_or_path: str | Path) -> Path:
     path, name = Path(name_or_path), str(name_or_path)
     if is_path(name_or_path):
         if path.is_file():
@@ -203,11 +203,11 @@ def _located(name_or_path: str | Path) -> Path:
 
 def checkpoints() -> list[Path]:
     """Return the files with a name of their own: ours first, then those that the user put aside."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for folder in _folders():
         for path in sorted(folder.glob("*.safetensors")):
-            found.setdefault(path.stem, path)
-    return list(found.values())
+            files.setdefault(path.stem, path)
+    return list(files.values())
 
 
 def _folders() -> list[Path]:
@@ -215,12 +215,12 @@ def _folders() -> list[Path]:
     return [CHECKPOINTS, CLONE, *([Path(chosen)] if chosen else [])]
 
 
-def _described(path: Path) -> str:
+def _describe(path: Path) -> str:
     settings = inspect(path)
     return f"{settings['model']['name']} with {settings['defense']['name']}"
 
 
 def recipe(name_or_path: str | Path) -> dict[str, Any] | None:
     """Return how the weights behind a name or path were trained, as their file says it, if it does."""
-    found: dict[str, Any] | None = inspect(_located(name_or_path))["recipe"]
-    return found
+    trained: dict[str, Any] | None = inspect(_locate(name_or_path))["recipe"]
+    return trained

@@ -80,7 +80,7 @@ def draw_image(x: float, y: float, pixel: float) -> str:
         parts.append(square(x + (LEFT + column) * pixel, y + (TOP + row) * pixel, pixel + 0.4, color))
     outline = {"stroke": ATTACK, "stroke_width": 3}
     parts.append(square(x + LEFT * pixel, y + TOP * pixel, SIDE * pixel, "none", **outline))
-    return "".join(parts)
+    return f'<g shape-rendering="crispEdges">{"".join(parts)}</g>'
 
 
 def draw_cells(x: float, y: float, cell: float) -> str:

@@ -1,11 +1,11 @@
-"""Keep the layout of docstrings in the API reference: rules, theorems and doctests become blocks of code."""
+"""Keep the layout of docstrings in the API reference: rules, theorems, tables and doctests become blocks of code."""
 
 import re
 from typing import Any
 
 import griffe
 
-STATEMENT = re.compile(r"(Rule|Theorem)\. ")
+ALIGNED = re.compile(r"(Rule|Theorem)\. |={3,} ={3,}")
 
 
 class KeepLayout(griffe.Extension):
@@ -21,4 +21,4 @@ def fence(paragraph: str) -> str:
     """Return a paragraph, inside a fence where it must keep its line breaks."""
     if paragraph.startswith(">>>"):
         return f"```pycon\n{paragraph}\n```"
-    return f"```text\n{paragraph}\n```" if STATEMENT.match(paragraph) else paragraph
+    return f"```text\n{paragraph}\n```" if ALIGNED.match(paragraph) else paragraph

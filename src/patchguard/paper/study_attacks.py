@@ -1,11 +1,11 @@
-"""Victims for studies: attacked through their evidence, watched, or pressed on when they are already broken."""
+"""Victims for the studies: attacked through their evidence, with progress, or beyond their first wrong answer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
@@ -19,15 +19,15 @@ from patchguard.guards.local import LocalGuard
 from patchguard.models.base import LocalModel
 from patchguard.patch import Patch
 
-Maps = Float[Tensor, "batch classes rows columns"]
+LocalLogits = Float[Tensor, "batch classes rows columns"]
 Tick = Callable[[int], None]
 
-PRESSING = 3  # the purpose of these draws: places for images that were wrong as they are
+EXTENDED = 3  # the purpose of these draws: places for images that were wrong before the attack
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Through:
+class ThroughEvidence:
     """A guard whose attacker follows the evidence, with its clipping, and not only the logits before it.
 
     Values are those of the evidence; where it is clipped a part of the gradient passes all the same.
@@ -44,14 +44,14 @@ class Through:
         """Return the guard's own answer."""
         return self.guard.predict(images)
 
-    def differentiable_logits(self, images: Images) -> Maps:
+    def differentiable_logits(self, images: Images) -> LocalLogits:
         """Return the evidence, which takes the place of the local logits."""
         return soft_evidence(self.guard.evidence, self.guard.differentiable_logits(images))
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Watched:
+class WithProgress:
     """The same victim; `tick` is told how many images each gradient pass has."""
 
     victim: Any
@@ -65,10 +65,10 @@ class Watched:
 
     def predict(self, images: Images) -> Prediction:
         """Return the victim's answer."""
-        answer: Prediction = self.victim.predict(images)
-        return answer
+        prediction: Prediction = self.victim.predict(images)
+        return prediction
 
-    def differentiable_logits(self, images: Images) -> Maps:
+    def differentiable_logits(self, images: Images) -> LocalLogits:
         """Return the victim's local logits."""
         self.tick(len(images))
         local_logits: Tensor = self.victim.differentiable_logits(images)
@@ -77,22 +77,22 @@ class Watched:
 
 @final
 @dataclass(frozen=True, eq=False)
-class _Tireless:
-    """A victim that meets everything with an alert, so that nothing ever counts as broken and no image leaves."""
+class _NeverBroken:
+    """A victim that answers everything with an alert, so that nothing ever counts as broken and no image leaves."""
 
     victim: Victim
 
     def predict(self, images: Images) -> Prediction:
         """Return an alert, without a look at the images."""
-        nothing = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-        return Prediction(label=nothing, scores=nothing.double().unsqueeze(1), alert=nothing == 0)
+        zeros = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+        return Prediction(label=zeros, scores=zeros.double().unsqueeze(1), alert=zeros == 0)
 
-    def differentiable_logits(self, images: Images) -> Maps:
+    def differentiable_logits(self, images: Images) -> LocalLogits:
         """Return the victim's local logits."""
         return self.victim.differentiable_logits(images)
 
 
-def press(
+def extend_attack(
     victim: Victim,
     images: Images,
     target: Int64[Tensor, " batch"],
@@ -103,35 +103,31 @@ def press(
     seed: int = 0,
     numbers: Sequence[int] | None = None,
 ) -> Images:
-    """Go on with an attack, at the places it found, for all steps of `pace`; return what has the higher loss.
+    """Continue an attack, at the places it found, for all steps of `pace`; return what has the higher loss.
 
-    An attack of this library leaves an image as soon as it is broken. That of the paper's case study climbs the
+    An attack of this library stops at an image as soon as it is broken. That of the paper's case study climbs the
     cross-entropy to the end and keeps the best, which is what local predictions and logits are looked at for. Images
     that were wrong without an attack get a patch at a random place here.
     """
     home, device = images.device, device_of(victim, images)
     original, target = images.to(device), target.to(device)
     start, places = attacked.images.to(device), attacked.places.to(device)
-    untouched: Bool[Tensor, " batch"] = (start == original).flatten(1).all(1)
+    untouched = (start == original).flatten(1).all(1)
     draws = Draws(seed, tuple(range(len(images)) if numbers is None else numbers), device)
-    elsewhere = random_places(draws, patch, images.shape[-2], images.shape[-1], PRESSING)
-    places = torch.where(untouched.view(-1, 1, 1), elsewhere, places)
+    elsewhere = random_places(draws, patch, images.shape[-2], images.shape[-1], EXTENDED)
     size = part_size(victim, original, pace.half)
     attempt = Try(
-        places=places,
+        places=torch.where(untouched.view(-1, 1, 1), elsewhere, places),
         start=start,
         case=Case(target=target),
         objective=lambda local_logits, case, rows, step: cross_entropy(local_logits, case),
     )
-    found, *_ = climb(_Tireless(victim), original, patch, None, attempt, pace, size, judge=False)
-    worse = _losses(victim, found, target, size) > _losses(victim, start, target, size)
-    return torch.where(worse.view(-1, 1, 1, 1), found, start).to(home)
+    extended, *_ = climb(_NeverBroken(victim), original, patch, None, attempt, pace, size, judge=False)
 
+    @torch.no_grad()
+    def losses(some: Images) -> Float[Tensor, " batch"]:
+        logits = [victim.differentiable_logits(part).float().mean((2, 3)) for part in torch.split(some, size)]
+        return functional.cross_entropy(torch.cat(logits), target, reduction="none")
 
-@torch.no_grad()
-def _losses(victim: Victim, images: Images, target: Tensor, size: int) -> Float[Tensor, " batch"]:
-    found = []
-    for part, classes in zip(torch.split(images, size), torch.split(target, size), strict=True):
-        logits = victim.differentiable_logits(part).float().mean((2, 3))
-        found.append(functional.cross_entropy(logits, classes, reduction="none"))
-    return torch.cat(found)
+    worse = losses(extended) > losses(start)
+    return torch.where(worse.view(-1, 1, 1, 1), extended, start).to(home)

@@ -77,7 +77,7 @@ def section(run: dict[str, Any], name: str, runs: Path) -> Iterator[str]:
         yield f"\n**{table['title']}**{where}\n\n"
         yield f"| | {' | '.join(table['columns'])} |\n|---|{'---|' * len(table['columns'])}\n"
         for row in table["rows"]:
-            yield f"| {row['label']} | {' | '.join(Row(**row).texts())} |\n"
+            yield f"| {row['label']} | {' | '.join(Row.from_json(row).texts())} |\n"
         yield from remarks(table)
     for picture in run["figures"]:
         if (runs / f"{name}-{picture}.png").is_file():
@@ -90,7 +90,7 @@ def remarks(table: dict[str, Any]) -> Iterator[str]:
     """Yield each remark once, with the rows it is about and their largest gap to the paper, and the reason for it."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in table["rows"]:
-        groups.setdefault(Row(**row).remark, []).append(row)
+        groups.setdefault(Row.from_json(row).remark, []).append(row)
     lines = []
     for remark, rows in groups.items():
         widest = max((gap for row in rows for gap in differences(table, row)), key=abs, default=0.0)

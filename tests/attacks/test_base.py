@@ -154,7 +154,7 @@ def test_things_of_another_kind_are_named(unchecked) -> None:
     images, target = paintings(4)
     with pytest.raises(InputError, match=r"must be a Patch, such as Patch\(5\); got 5"):
         Noise()(victim, images, target, 5)
-    with pytest.raises(InputError, match="a method `predict`, as a LocalGuard has; got object"):
+    with pytest.raises(InputError, match="a method `predict`, as a Guard has; got object"):
         Noise()(object(), images, target, Patch(2))
     for aim in (torch.ones(4, dtype=torch.bool), torch.ones(4)):
         with pytest.raises(InputError, match="`aim` must be one class number per image"):

@@ -115,7 +115,7 @@ def test_records_say_what_the_guard_says(run, labelled, model, tmp_path):
         top, bottom, left, right = entry["window"]
         cells = np.zeros(windows.grid, dtype=bool)
         cells[top:bottom, left:right] = True
-        assert (guard.field(16, 16).touched(tuple(entry["box"])) == cells).all()
+        assert (guard.field(16, 16).touched_cells(tuple(entry["box"])) == cells).all()
         for side, refitted in record["refitted"].items():
             fitted = guard.for_patch(Patch(int(side)), 16, 16)
             again = fitted.certify(image, Patch(int(side)))

@@ -170,7 +170,7 @@ def test_an_undefended_guard_certifies_nothing():
 
 def test_masks_are_kept_and_a_patch_they_do_not_cover_is_refused(case):
     guard, images = case
-    with pytest.raises(InputError, match=r"lies in no mask.*LocalGuard\.for_patch"):
+    with pytest.raises(InputError, match=r"lies in no mask.*guard\.for_patch"):
         guard.certify(images, Patch(5))
     side = images.shape[-1]
     refitted = guard.for_patch(Patch(5), side, side)

@@ -135,7 +135,7 @@ def covers(windows: Windows, axes: list[Axis], patch: tuple[int, int]) -> bool:
     Not of their hull, as the package makes windows: a file may have cells that read nothing between others.
     """
     rows, columns = (
-        [axis.touched(position, length) for position in range(axis.size - length + 1)]
+        [axis.touched_cells(position, length) for position in range(axis.size - length + 1)]
         for axis, length in zip(axes, patch, strict=True)
     )
     return all((windows.cells | ~np.outer(row, column).ravel()).all(1).any() for row in rows for column in columns)

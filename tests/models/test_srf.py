@@ -7,7 +7,7 @@ from helpers.tiny import srf_guard
 from torch import nn
 
 from patchguard.errors import InputError
-from patchguard.models.srf import WIDTHS, ConvNorm, Srf, mixing_blocks, srf, srf_wide
+from patchguard.models.srf import WIDTHS, ConvNorm, Srf, choose_3x3_blocks, srf, srf_wide
 from patchguard.patch import Patch
 
 THIN = (4, 8, 8, 12, 12, 12)
@@ -34,7 +34,7 @@ def test_the_wide_network_has_six_million_parameters():
     [(0, []), (1, [1]), (2, [1, 3]), (3, [0, 1, 3]), (4, [0, 1, 2, 3]), (6, [0, 1, 2, 3, 4, 5])],
 )
 def test_blocks_that_widen_look_around_first(count, blocks):
-    assert mixing_blocks(WIDTHS, count) == blocks
+    assert choose_3x3_blocks(WIDTHS, count) == blocks
 
 
 @pytest.mark.parametrize("stride", [1, 2])

@@ -25,14 +25,16 @@ from patchguard.defenses import (
     TrimmedMean,
     Undefended,
 )
+from patchguard.defenses import serialization as config
 from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
 from patchguard.geometry.preprocess import CenterCrop, Preprocess, Resize
 from patchguard.geometry.windows import Windows
+from patchguard.guards.identity import digest_tensors
 from patchguard.guards.local import LocalGuard
 from patchguard.models import build
 from patchguard.patch import Patch
-from patchguard.storage import config, presets, zoo
+from patchguard.storage import presets, zoo
 from patchguard.storage.presets import PRESETS
 
 MASKS = Windows.sliding(grid=(1, 7), size=(1, 3), wrap=(False, True), count=2)
@@ -73,7 +75,7 @@ def altered(path, *, settings=None, tensors=None, digest=None):
     held.update(tensors or {})
     held = {name: tensor for name, tensor in held.items() if tensor is not None}
     text = json.dumps(written, sort_keys=True, separators=(",", ":"))
-    save_file(held, path, metadata={"patchguard": text, "digest": digest or zoo._digest(held, text)})
+    save_file(held, path, metadata={"patchguard": text, "digest": digest or digest_tensors(held, text)})
     return path
 
 
@@ -96,7 +98,7 @@ def test_a_loaded_guard_answers_like_the_saved_one(tmp_path):
     assert (again.class_names, again.model.config()) == (guard.class_names, guard.model.config())
     images = pictures(5, 24, 31)
     assert torch.equal(again.local_logits(images), guard.local_logits(images))
-    assert zoo.digest(again) == zoo.digest(guard)
+    assert again.digest == guard.digest
 
 
 def test_a_digest_sees_every_part(path):
@@ -104,7 +106,7 @@ def test_a_digest_sees_every_part(path):
     others = [replace(guard, evidence=Evidence(low=None)), replace(guard, class_names=("a", "b", "c"))]
     changed = zoo.load(path)
     changed.model.fc.bias.data[0] += 1e-3
-    assert len({zoo.digest(each) for each in [guard, changed, *others]}) == 4
+    assert len({each.digest for each in [guard, changed, *others]}) == 4
 
 
 def test_the_settings_of_a_file_can_be_read_alone(path):
@@ -146,7 +148,7 @@ def test_tau_is_part_of_a_saved_guard(tmp_path):
     zoo.save(guard, tmp_path / "guard.safetensors")
     again = zoo.load(tmp_path / "guard.safetensors")
     assert again.defense == guard.defense
-    assert zoo.digest(again) == zoo.digest(guard) != zoo.digest(plain)
+    assert again.digest == guard.digest != plain.digest
 
 
 def test_every_defense_of_the_package_can_be_saved():

@@ -12,7 +12,7 @@ from patchguard.errors import InputError
 from patchguard.geometry.preprocess import Preprocess
 from patchguard.guards.local import LocalGuard
 from patchguard.models import build
-from patchguard.models.bagnet import from_resnet50
+from patchguard.models.bagnet import convert_resnet50_state
 from patchguard.storage import zoo
 from patchguard.training.initial import start_from, teacher_of
 
@@ -80,7 +80,7 @@ def test_a_bagnet_takes_the_summed_kernels_of_a_resnet50(folder: Path, classes: 
     bagnet = undefended("bagnet9", classes=classes, width=0.02)
     bagnet.model.fc.weight.data.fill_(7.0)
     start_from(bagnet, "residual")
-    expected = from_resnet50(residual.model.backbone.state_dict(), field=9)
+    expected = convert_resnet50_state(residual.model.backbone.state_dict(), field=9)
     for name, tensor in weights(bagnet).items():
         if name not in LAST or classes == 4:
             assert torch.equal(tensor, expected[name]), name

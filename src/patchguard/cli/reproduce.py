@@ -68,7 +68,7 @@ def reproduce(
     context = Context(
         root=root or data_root,
         cache=cache,
-        device=runtime.choose_device(device),
+        device=runtime.resolve_device(device),
         limit=limit,
         batch_size=batch_size,
         seed=seed,

@@ -176,25 +176,35 @@ def compute_block(
     assert source.targets is not None
     guard.model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     readable: list[int] = []
-    images: list[Tensor] = []
     logits: list[Tensor] = []
     try:
-        for index, image in zip(indices, decoded(source.subset(indices)), strict=True):
-            if isinstance(image, Unreadable):
-                logger.warning("left out: %s", image)
-            else:
-                pixels = image[None].to(device).float() / 255
-                with runtime.full_precision(device):
-                    images.append(pixels if prepare is None else prepare(pixels))
-                readable.append(index)
-            if len(images) == batch_size or (images and index == indices[-1]):
-                logits.append(guard.local_logits(torch.cat(images)).cpu())
-                images = []
+        for places, images in prepared_batches(source.subset(indices), prepare, device, batch_size):
+            readable += [indices[place] for place in places]
+            logits.append(guard.local_logits(images).cpu())
     finally:
         guard.model.to("cpu")
     if not readable:
         return None
     return Block(readable, torch.cat(logits), torch.tensor([source.targets[index] for index in readable]))
+
+
+def prepared_batches(
+    source: Source, prepare: Preprocess | None, device: torch.device, batch_size: int
+) -> Iterator[tuple[list[int], Float[Tensor, "some 3 height width"]]]:
+    """Yield batches of the images that can be read, as the network sees them, with their indices in the source."""
+    indices: list[int] = []
+    images: list[Tensor] = []
+    for index, image in enumerate(decoded(source)):
+        if isinstance(image, Unreadable):
+            logger.warning("left out: %s", image)
+        else:
+            pixels = image[None].to(device).float() / 255
+            with runtime.full_precision(device):
+                images.append(pixels if prepare is None else prepare(pixels))
+            indices.append(index)
+        if images and (len(images) == batch_size or index == len(source) - 1):
+            yield indices, torch.cat(images)
+            indices, images = [], []
 
 
 def _image_size(source: Source, prepare: Preprocess | None) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,7 +97,17 @@ class Context:
     def to_json(self) -> dict[str, Any]:
         """Return the settings that a result depends on, and the versions."""
         settings = {"device": str(self.device), "limit": self.limit, "seed": self.seed}
-        return {**settings, "environment": runtime.environment()}
+        return {**settings, "environment": runtime.describe_environment()}
+
+    def count_steps(self, name: str) -> Callable[[str, int], None]:
+        """Return what adds up images, or images times steps, of each stage of a study and reports them."""
+        done: Counter[str] = Counter()
+
+        def report(stage: str, count: int) -> None:
+            done[stage] += count
+            self.progress(f"{name}, {stage}: images times steps", done[stage], 0)
+
+        return report
 
     # -- images --------------------------------------------------------------------------------------------------------
 

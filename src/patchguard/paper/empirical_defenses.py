@@ -5,7 +5,6 @@ cleaning finds what they leave. A certified accuracy is below every attacked one
 such table; `docs/case_study.md` explains this one.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -29,7 +28,7 @@ from patchguard.paper.context import Context, StudyImages
 from patchguard.paper.experiment import TITLES, Result, Row, Table, Value, to_percent
 from patchguard.paper.figures import BLUE, GRAY, GREEN, ORANGE, draw_bars, new_figure
 from patchguard.paper.image_cleaning import SURROGATES, Cleaned, Cleaning, DigitalWatermarking, LocalGradientSmoothing
-from patchguard.paper.study_attacks import WithProgress, extend_attack
+from patchguard.paper.study_attacks import extend_attack, with_progress
 from patchguard.patch import Patch
 from patchguard.runs import metrics
 
@@ -78,13 +77,8 @@ def run(context: Context, dataset: str) -> Result:
     certified = certified if dataset == "cifar10" else certified.without_preprocess()
     certified.windows(Patch(1), *images.size)  # traced while it lies on the CPU
     certified.model.to(device=context.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    options, done = Options(seed=context.seed), Counter[str]()
-
-    def progress(stage: str, count: int) -> None:
-        done[stage] += count
-        context.progress(f"{stage}: images or image steps", done[stage], 0)
-
-    kept = compare(guard, images, options, certified=certified, progress=progress)
+    options = Options(seed=context.seed)
+    kept = compare(guard, images, options, certified=certified, progress=context.count_steps(name))
     notes = {"certified": certified_name}
     rows = [
         Row(
@@ -190,7 +184,7 @@ def compare(
     """
     if guard.defense.defends:
         raise InputError(f"`guard` must be undefended; got {type(guard.defense).__name__}. Give a plain ResNet.")
-    device = runtime.placement(guard.model)[0]
+    device = runtime.device_and_dtype(guard.model)[0]
     height, width = images.size
     patch = Patch.of_area(options.area, height=height, width=width)
     fitted = None if certified is None else certified.for_patch(patch, height, width)
@@ -200,13 +194,13 @@ def compare(
     for indices, pixels, target in images.batches(device, options.batch_pixels):
         draws: dict[str, Any] = {"seed": options.seed, "numbers": indices}
         # To its end, not to its first success: what just crosses the border of a class is undone by any cleaning.
-        bare = WithProgress(guard, partial(progress, "none"))
+        bare = with_progress(guard, partial(progress, "none"))
         broken = options.attack(bare, pixels, target, patch, **draws)
         plain = extend_attack(bare, pixels, target, patch, broken, options.attack.pace, **draws)
         none = attack_victim([guard], pixels, target, plain, [], patch)
         batches.setdefault("none", []).append(replace(none, adaptive=none.adaptive & ~broken.broken.cpu()))
         for name, same in make_cleanings(height, width).items():
-            victims = [WithProgress(Cleaned(guard, cleaning), partial(progress, name)) for cleaning in same]
+            victims = [with_progress(Cleaned(guard, cleaning), partial(progress, name)) for cleaning in same]
             kept = attack_victim(victims, pixels, target, plain, attacks, patch, **draws)
             batches.setdefault(name, []).append(kept)
         if fitted is not None:
@@ -219,8 +213,9 @@ def compare(
 
 
 def _concatenate(parts: Sequence[Kept]) -> Kept:
-    columns = {column: [getattr(part, column) for part in parts] for column in COLUMNS}
-    return Kept(**{column: None if each[0] is None else torch.cat(each) for column, each in columns.items()})
+    columns: dict[str, Any] = {column: [getattr(part, column) for part in parts] for column in COLUMNS}
+    joined: dict[str, Any] = {key: None if each[0] is None else torch.cat(each) for key, each in columns.items()}
+    return Kept(**joined)
 
 
 def accuracies(kept: Kept) -> dict[str, Value]:

@@ -50,6 +50,11 @@ class Row:
     note: str = ""
     reason: str = ""
 
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> "Row":
+        """Read a row of result.json."""
+        return cls(**{**entry, "ours": tuple(entry["ours"]), "published": tuple(entry["published"])})
+
     @property
     def measured(self) -> bool:
         """Whether any of our values is there."""

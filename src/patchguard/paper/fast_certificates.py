@@ -9,7 +9,7 @@ about six times as long (`benchmarks/tables.py`).
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, cast, final
 
 import numpy as np
 import torch
@@ -17,8 +17,8 @@ from jaxtyping import Bool, Int, Int64
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from patchguard.defenses import DoubleMasking, RobustMasking, ties
-from patchguard.defenses.base import Defense, select, tau_units
+from patchguard.defenses import DoubleMasking, Median, RobustMasking, ties
+from patchguard.defenses.base import Defense, MaskedDefense, select, tau_units
 from patchguard.defenses.evidence import Evidence, EvidenceMap
 from patchguard.defenses.integral import integral_image
 from patchguard.defenses.order_statistics import ascending, cells_of
@@ -176,8 +176,12 @@ class Batch:
 # -- robust masking ----------------------------------------------------------------------------------------------------
 
 
+def _masks(query: Query) -> Windows:
+    return cast(MaskedDefense[Any], query.defense).masks
+
+
 def _robust_correct(batch: Batch, query: Query) -> Marks:
-    masks: Windows = query.defense.masks
+    masks = _masks(query)
     return among_best(batch.total - batch.inside(masks).amax(2), batch.targets, query.top_k)
 
 
@@ -191,7 +195,7 @@ def _robust_certified(batch: Batch, query: Query, correct: Marks) -> Marks | Non
     heaviest covering mask leaves of the whole, where a row or a column of the window, filled up to the ceiling,
     outweighs any mask: a mask that does not cover the window misses one. None where no case holds.
     """
-    masks, windows = query.defense.masks, query.windows
+    masks, windows = _masks(query), query.windows
     assert windows is not None
     inside, over, total = batch.inside(windows), batch.inside(masks), batch.total.unsqueeze(2)
     deciding: slice | Tensor = slice(None)
@@ -257,7 +261,7 @@ def _double_correct(batch: Batch, query: Query) -> Marks:
     Masks of the first round mostly agree. Where they do not, the label of most of them stands unless a mask for another
     one is never contradicted in the second round; nearly all are, by the mask that hurts them most.
     """
-    masks: Windows = query.defense.masks
+    masks = _masks(query)
     first_round = ties.argmax(batch.total.unsqueeze(2) - batch.inside(masks), dim=1)
     votes = batch.total.new_zeros(batch.total.shape, dtype=torch.int64)
     votes.scatter_add_(1, first_round, torch.ones_like(first_round))
@@ -287,7 +291,7 @@ def _withstands(
     batch: Batch, query: Query, first_round: Tensor, images: Tensor, claims: Tensor, majority: Tensor
 ) -> Bool[Tensor, " some"]:
     """Whether some mask for `claims` keeps it ahead of the majority's label: by T, and with one bad second mask."""
-    masks: Windows = query.defense.masks
+    masks = _masks(query)
     gap = batch.values[images, claims] - batch.values[images, majority]
     inside = batch.inside(masks)[images, claims] - batch.inside(masks)[images, majority]
     whole, needed = gap.sum((1, 2), dtype=gap.dtype).unsqueeze(1), (majority < claims).long().unsqueeze(1)
@@ -299,7 +303,7 @@ def _withstands(
 
 def _lead(batch: Batch, query: Query) -> int:
     """T, or what no sum reaches, if that is less."""
-    return min(tau_units(query.defense.tau, batch.evidence), -nothing(batch.values.dtype))
+    return min(tau_units(cast(DoubleMasking, query.defense).tau, batch.evidence), -nothing(batch.values.dtype))
 
 
 def _double_certified(batch: Batch, query: Query, correct: Marks) -> Marks | None:
@@ -310,7 +314,7 @@ def _double_certified(batch: Batch, query: Query, correct: Marks) -> Marks | Non
     hide. Only what lies between is searched: first the closest rival, which settles most images that are not certified,
     then the others. None for other masks.
     """
-    masks: Windows = query.defense.masks
+    masks = _masks(query)
     if not (masks == query.windows and masks.equal_boxes):
         return None
     seen = batch.total.unsqueeze(2) - batch.inside(masks)
@@ -339,16 +343,19 @@ DOUBLE_MASKING = FastPath(_double_correct, _double_certified)
 # -- sums over ranks ---------------------------------------------------------------------------------------------------
 
 
+def _ranks(batch: Batch, query: Query) -> tuple[int, int]:
+    return cast(Median, query.defense).ranks(cells_of(batch.evidence))
+
+
 def _ranks_correct(batch: Batch, query: Query) -> Marks:
     query.defense.validate_evidence(batch.evidence)
-    ranks = query.defense.ranks(cells_of(batch.evidence))
-    return among_best(_rank_sums(batch, *ranks), batch.targets, query.top_k)
+    return among_best(_rank_sums(batch, *_ranks(batch, query)), batch.targets, query.top_k)
 
 
 def _ranks_certified(batch: Batch, query: Query, correct: Marks) -> Marks | None:
     """The position-free `certify(...).certified`: ranks shifted by the cells of a window."""
     assert query.windows is not None
-    (first, last), shift = query.defense.ranks(cells_of(batch.evidence)), query.windows.largest_area
+    (first, last), shift = _ranks(batch, query), query.windows.largest_area
     upper = _rank_sums(batch, first + shift, last + shift)
     lower = select(_rank_sums(batch, first - shift, last - shift), batch.targets).unsqueeze(1)
     return ((lower > upper) | ~batch.rivals).all(1)

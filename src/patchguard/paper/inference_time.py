@@ -75,7 +75,8 @@ def make_tables(device: torch.device, sizes: Sizes) -> Result:
     """Measure and tabulate."""
     times = measure_times(device, sizes)
     theirs = {name: (time, time / published.TIME[BASE[name]], None) for name, time in published.TIME.items()}
-    rows, beside = [], []
+    rows: list[Row] = []
+    beside: list[Row] = []
     for name in BASE:
         single, batched = (statistics.median(each) for each in times[name])
         ours = (single, single / statistics.median(times[BASE[name]][0]), batched)
@@ -170,7 +171,7 @@ def _make_answers(device: torch.device, sizes: Sizes) -> dict[str, tuple[Callabl
 
 def shrink_logits(model: LocalModel) -> None:
     """Scale the last layer of random weights until logits are as small as those of trained networks."""
-    device, _ = runtime.placement(model)
+    device, _ = runtime.device_and_dtype(model)
     with torch.no_grad():
         largest = float(model(torch.rand(1, 3, 64, 64, device=device)).abs().max())
         for parameter in list(model.parameters())[-2:]:  # weight and bias of the classifier

@@ -9,7 +9,6 @@ Ours: the attack with the paper's settings on a GPU (500 steps of 0.05 at 5 plac
 so), with the histogram of large logits and the accuracy under ceilings. `docs/case_study.md` explains each number.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -31,7 +30,7 @@ from patchguard.paper.context import Context, StudyImages
 from patchguard.paper.counting import missing_rows
 from patchguard.paper.experiment import TITLES, Drawing, Missing, Result, Row, Table, Value
 from patchguard.paper.figures import BLUE, GRAY, ORANGE, draw_bars, new_figure
-from patchguard.paper.study_attacks import ThroughEvidence, WithProgress, extend_attack
+from patchguard.paper.study_attacks import extend_attack, through_evidence, with_progress
 from patchguard.patch import Patch
 from patchguard.runs import metrics
 
@@ -65,7 +64,7 @@ def run(context: Context, dataset: str) -> Result:
     attack = PAPER_ATTACK if context.device.type == "cuda" else SHORT_ATTACK
     guard, images = context.load_images(name, dataset, context.limit or MOST_IMAGES.get(dataset))
     patch = Patch.of_area(AREA, height=images.size[0], width=images.size[1])
-    study = attack_and_observe(guard, images, attack, patch, seed=context.seed, progress=_report_to(context, name))
+    study = attack_and_observe(guard, images, attack, patch, seed=context.seed, progress=context.count_steps(name))
     note = f"{name}, {len(images):,} images, a patch of {patch.height}x{patch.width} px"
     reason = network.describe_differences(name)
     ours = incorrect_predictions(study)
@@ -101,17 +100,6 @@ def run(context: Context, dataset: str) -> Result:
             "model": name,
         },
     )
-
-
-def _report_to(context: Context, name: str) -> Progress:
-    """Return what adds up the images, or the images times steps, of each stage and reports them to the context."""
-    done: Counter[str] = Counter()
-
-    def report(stage: str, count: int) -> None:
-        done[stage] += count
-        context.progress(f"{name}, {stage}: images times steps", done[stage], 0)
-
-    return report
 
 
 # -- what cells say ----------------------------------------------------------------------------------------------------
@@ -199,7 +187,7 @@ def attack_and_observe(
     """Attack an undefended guard, and the same guard with clipped logits, and look at its cells."""
     if guard.defense.defends:
         raise InputError(f"`guard` must be undefended; got {type(guard.defense).__name__}. Give a plain ResNet.")
-    device = runtime.placement(guard.model)[0]
+    device = runtime.device_and_dtype(guard.model)[0]
     ceiling = -torch.inf
     for _, pixels, target in images.batches(device, batch_pixels):
         ceiling = max(ceiling, float(guard.local_logits(pixels).max()))
@@ -208,7 +196,7 @@ def attack_and_observe(
     clips: dict[str, dict[str, list[Tensor]]] = {}
     for indices, pixels, target in images.batches(device, batch_pixels):
         draws: dict[str, Any] = {"seed": seed, "numbers": indices}
-        victim = WithProgress(guard, partial(progress, "attack"))
+        victim = with_progress(guard, partial(progress, "attack"))
         broken = attack(victim, pixels, target, patch, **draws)
         extended = extend_attack(victim, pixels, target, patch, broken, attack.pace, **draws)
         batch = {
@@ -226,7 +214,7 @@ def attack_and_observe(
         _append(clips, "(-inf, inf)", marks)
         for name, high in {"(0, inf)": None, "(0, c_h)": ceiling}.items():
             clipped = clip_logits(guard, 0.0, high)
-            victim = WithProgress(ThroughEvidence(clipped), partial(progress, f"clip to {name}"))
+            victim = with_progress(through_evidence(clipped), partial(progress, f"clip to {name}"))
             adaptive = attack(victim, pixels, target, patch, **draws)
             stays = clipped.predict(extended).label == target
             marks = {

@@ -258,9 +258,10 @@ def _mask_grid(dataset: str, logits: CachedLogits, windows_of: WindowsOf) -> Cel
     rows: dict[str, Sequence[Cell]] = {}
     for label in published.MISMATCH[dataset]:
         masks = extra if label == name else windows[label]
-        cells = [(masking(each, masks=masks), "robust") if masks.cover(each) else None for each in windows.values()]
-        clean = (masking(next(iter(windows.values())), masks=masks), "clean")
-        rows["4.8 %" if label == "4.4 %" and not enlarged else label] = [clean, *cells]
+        cells: list[Cell] = [(masking(next(iter(windows.values())), masks=masks), "clean")]
+        for each in windows.values():
+            cells.append((masking(each, masks=masks), "robust") if masks.cover(each) else None)
+        rows["4.8 %" if label == "4.4 %" and not enlarged else label] = cells
     return rows
 
 

@@ -19,8 +19,6 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from patchguard.data.decode import Unreadable
-from patchguard.data.loading import decoded
 from patchguard.defenses import RobustMasking, Undefended, ties
 from patchguard.defenses.base import select
 from patchguard.defenses.window_sums import sums
@@ -29,7 +27,7 @@ from patchguard.geometry.preprocess import Preprocess
 from patchguard.geometry.windows import Windows
 from patchguard.guards.local import LocalGuard
 from patchguard.paper import networks, published
-from patchguard.paper.cached_logits import CachedLogits
+from patchguard.paper.cached_logits import CachedLogits, prepared_batches
 from patchguard.paper.context import Context
 from patchguard.paper.experiment import TITLES, Missing, Result, Row, Table
 from patchguard.paper.fast_certificates import LOGITS, SIGNED
@@ -126,7 +124,7 @@ def _middle_position(axis: Axis, length: int, start: int, stop: int) -> int:
     wanted = np.zeros(axis.cells, dtype=bool)
     wanted[start:stop] = True
     positions = range(axis.size - length + 1)
-    exact = [position for position in positions if bool((axis.touched(position, length) == wanted).all())]
+    exact = [position for position in positions if bool((axis.touched_cells(position, length) == wanted).all())]
     return exact[len(exact) // 2]
 
 
@@ -180,22 +178,24 @@ def count_correct(context: Context, logits: CachedLogits, patch: Patch, guards: 
         parts.append((certificate.certified & (certificate.label == targets)).cpu())
     certified = torch.cat(parts)
     corners = block_positions(logits, patch, windows, device)
+    prepared = logits.about["prepared"]
+    prepare = None if prepared is None else Preprocess.from_json(prepared)
     shown, pictures, done = _choose_shown(logits.targets.tolist()), [], 0
     with _on_device((logits.guard, *others.values()), device):
-        for images in _prepared_batches(context, logits):
+        source, size = context.images(logits.dataset), BATCH.get(device.type, BATCH["cuda"])
+        for _, images in prepared_batches(source, prepare, device, size):  # those without logits are left out, too
             here = slice(done, done + len(images))
-            pixels, target = images.to(device), logits.targets[here].to(device)
-            covered = cover(pixels, corners[here], patch)
+            target, covered = logits.targets[here].to(device), cover(images, corners[here], patch)
             local_logits = logits.guard.local_logits(covered)
             labels = {name: _label(guard, local_logits) for name, guard in guards.items()}
             for name, guard in others.items():
                 labels[name] = guard.predict(covered).label
-                correct[name, False] += int((guard.predict(pixels).label == target).sum())
+                correct[name, False] += int((guard.predict(images).label == target).sum())
             for name, label in labels.items():
                 correct[name, True] += int((label == target).sum())
             for row in (index - done for index in shown if here.start <= index < here.stop):
                 answer = int(target[row]), int(labels[first][row]), bool(certified[done + row])
-                pictures.append(Picture(images[row], covered[row].cpu(), *answer))
+                pictures.append(Picture(images[row].cpu(), covered[row].cpu(), *answer))
             done += len(images)
             context.progress("covered images", done, len(logits))
     return BlockCounts(correct=correct, certified=int(certified.sum()), pictures=tuple(pictures))
@@ -216,23 +216,6 @@ def _on_device(guards: Sequence[LocalGuard[Any]], device: torch.device) -> Itera
     finally:
         for guard in guards:
             guard.model.to("cpu")
-
-
-def _prepared_batches(context: Context, logits: CachedLogits) -> Iterator[Images]:
-    """Yield the images behind the logits as the network saw them; those that cannot be read have no logits, either."""
-    prepared = logits.about["prepared"]
-    prepare = Preprocess() if prepared is None else Preprocess.from_json(prepared)
-    size = BATCH.get(context.device.type, BATCH["cuda"])
-    images: list[Tensor] = []
-    for image in decoded(context.images(logits.dataset)):
-        if isinstance(image, Unreadable):
-            continue
-        images.append(prepare(image[None].float() / 255))
-        if len(images) == size:
-            yield torch.cat(images)
-            images = []
-    if images:
-        yield torch.cat(images)
 
 
 def _choose_shown(targets: Sequence[int]) -> list[int]:

@@ -278,7 +278,7 @@ class Case:
         side = self.enlarged or self.side
         columns = self._guard().without_preprocess().field(side, side).columns
         assert columns.stride is not None  # every network of these cases is regular
-        return window_equation(self.patch * side // self.side, columns.reach, columns.stride)
+        return window_equation(self.patch * side // self.side, columns.field_size, columns.stride)
 
     def describe(self) -> str:
         """Return the patch and the image in words."""

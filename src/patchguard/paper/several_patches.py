@@ -153,7 +153,7 @@ def measure_rules(logits: CachedLogits, context: Context) -> tuple[Accuracies, A
                 queries[True, name, side] = rule(windows)
     counts = count(logits, queries, context.device)
     anywhere, merged = (
-        {key: (counts[box, *key].clean, counts[box, *key].robust) for boxed, *key in counts if boxed == box}
+        {(rule, number): (each.clean, each.robust) for (boxed, rule, number), each in counts.items() if boxed == box}
         for box in (False, True)
     )
     return anywhere, merged, reasons

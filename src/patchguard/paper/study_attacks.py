@@ -20,76 +20,47 @@ from patchguard.models.base import LocalModel
 from patchguard.patch import Patch
 
 LocalLogits = Float[Tensor, "batch classes rows columns"]
-Tick = Callable[[int], None]
 
 EXTENDED = 3  # the purpose of these draws: places for images that were wrong before the attack
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class ThroughEvidence:
-    """A guard whose attacker follows the evidence, with its clipping, and not only the logits before it.
+class StudyVictim:
+    """A victim put together from its network and its two verbs."""
+
+    model: LocalModel | None
+    predict: Callable[[Images], Prediction]
+    differentiable_logits: Callable[[Images], LocalLogits]
+
+
+def through_evidence(guard: LocalGuard[Any]) -> StudyVictim:
+    """Return a guard whose attacker follows the evidence, with its clipping, and not only the logits before it.
 
     Values are those of the evidence; where it is clipped a part of the gradient passes all the same.
     """
 
-    guard: LocalGuard[Any]
+    def differentiable_evidence(images: Images) -> LocalLogits:
+        return soft_evidence(guard.evidence, guard.differentiable_logits(images))
 
-    @property
-    def model(self) -> LocalModel:
-        """The network."""
-        return self.guard.model
-
-    def predict(self, images: Images) -> Prediction:
-        """Return the guard's own answer."""
-        return self.guard.predict(images)
-
-    def differentiable_logits(self, images: Images) -> LocalLogits:
-        """Return the evidence, which takes the place of the local logits."""
-        return soft_evidence(self.guard.evidence, self.guard.differentiable_logits(images))
+    return StudyVictim(guard.model, guard.predict, differentiable_evidence)
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class WithProgress:
-    """The same victim; `tick` is told how many images each gradient pass has."""
+def with_progress(victim: Any, tick: Callable[[int], None]) -> StudyVictim:
+    """Return the same victim; `tick` is told how many images each gradient pass has."""
 
-    victim: Any
-    tick: Tick
-
-    @property
-    def model(self) -> LocalModel | None:
-        """The network of the victim, where it has one."""
-        model: LocalModel | None = getattr(self.victim, "model", None)
-        return model
-
-    def predict(self, images: Images) -> Prediction:
-        """Return the victim's answer."""
-        prediction: Prediction = self.victim.predict(images)
-        return prediction
-
-    def differentiable_logits(self, images: Images) -> LocalLogits:
-        """Return the victim's local logits."""
-        self.tick(len(images))
-        local_logits: Tensor = self.victim.differentiable_logits(images)
+    def differentiable_logits(images: Images) -> LocalLogits:
+        tick(len(images))
+        local_logits: Tensor = victim.differentiable_logits(images)
         return local_logits
 
+    return StudyVictim(getattr(victim, "model", None), victim.predict, differentiable_logits)
 
-@final
-@dataclass(frozen=True, eq=False)
-class _NeverBroken:
-    """A victim that answers everything with an alert, so that nothing ever counts as broken and no image leaves."""
 
-    victim: Victim
-
-    def predict(self, images: Images) -> Prediction:
-        """Return an alert, without a look at the images."""
-        zeros = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-        return Prediction(label=zeros, scores=zeros.double().unsqueeze(1), alert=zeros == 0)
-
-    def differentiable_logits(self, images: Images) -> LocalLogits:
-        """Return the victim's local logits."""
-        return self.victim.differentiable_logits(images)
+def _always_alert(images: Images) -> Prediction:
+    """Answer every image with an alert, so that nothing ever counts as broken and no image leaves the attack."""
+    zeros = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+    return Prediction(label=zeros, scores=zeros.double().unsqueeze(1), alert=zeros == 0)
 
 
 def extend_attack(
@@ -122,7 +93,8 @@ def extend_attack(
         case=Case(target=target),
         objective=lambda local_logits, case, rows, step: cross_entropy(local_logits, case),
     )
-    extended, *_ = climb(_NeverBroken(victim), original, patch, None, attempt, pace, size, judge=False)
+    never_broken = StudyVictim(None, _always_alert, victim.differentiable_logits)
+    extended, *_ = climb(never_broken, original, patch, None, attempt, pace, size, judge=False)
 
     @torch.no_grad()
     def losses(some: Images) -> Float[Tensor, " batch"]:

@@ -16,13 +16,14 @@ from patchguard.data.decode import Unreadable
 from patchguard.data.loading import decoded
 from patchguard.data.source import Source, open_source
 from patchguard.defenses import Defense, DoubleMasking, MaskedAgreement, RobustMasking
+from patchguard.defenses import serialization as config
 from patchguard.defenses.evidence import Evidence, Kind
 from patchguard.errors import InputError, nearest
 from patchguard.geometry.windows import Windows
 from patchguard.guards.local import LocalGuard
 from patchguard.patch import Space
 from patchguard.runs.plan import Plan, WrittenPatch, curve_sides, make_plan
-from patchguard.storage import certificate_file, config, zoo
+from patchguard.storage import certificate_file, zoo
 
 LOOKED_AT = 8  # images that are decoded to learn a usual size
 SMALL = 100  # pixels: below this side, a default patch is given in pixels
@@ -116,7 +117,7 @@ def prepare(
     if space == "input" and not written:
         raise InputError("`--patch-space input` needs --patch: the model's own is one in source pixels.")
     loaded = zoo.load_guard(model)
-    digest = zoo.digest(loaded)
+    digest = loaded.digest
     source = matched(source, loaded)
     if space == "input":
         source, loaded = source.prepared(loaded.preprocess), loaded.without_preprocess()

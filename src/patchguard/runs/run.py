@@ -90,7 +90,7 @@ def _stamp(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
         "model_file": job.model_file,
         "settings": {**settings, "shards": runtime.world_size()},
         "patches": patches,
-        "environment": runtime.environment(),
+        "environment": runtime.describe_environment(),
         "version": __version__,
     }
 

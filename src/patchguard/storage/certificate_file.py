@@ -25,6 +25,7 @@ from torch import Tensor
 
 from patchguard import __version__, verify
 from patchguard.defenses import ClippedSum, Defense, DoubleMasking, MajorityVote, RobustMasking
+from patchguard.defenses import serialization as config
 from patchguard.defenses.evidence import Evidence, EvidenceMap
 from patchguard.errors import InputError
 from patchguard.geometry.field import Field
@@ -33,7 +34,6 @@ from patchguard.geometry.windows import Windows
 from patchguard.guard import Certificate
 from patchguard.guards.local import LocalGuard
 from patchguard.patch import Patch
-from patchguard.storage import config, zoo
 
 Image = UInt8[Tensor, "3 height width"] | Float[Tensor, "3 height width"]
 
@@ -94,7 +94,7 @@ class Packer:
 
     @cached_property
     def _digests(self) -> dict[str, str]:
-        return {"model": zoo.digest(self.guard), "preprocess": preprocess_digest(self.guard.preprocess)}
+        return {"model": self.guard.digest, "preprocess": preprocess_digest(self.guard.preprocess)}
 
     def pack(self, evidence: EvidenceMap, certificate: Certificate, row: int, image_digest: str) -> bytes:
         """Return the file for row `row` of a batch: of its evidence, and of its certificate for `windows`.
@@ -312,7 +312,7 @@ def difference(data: bytes, guard: LocalGuard[Any], image: Image) -> str | None:
         guard = guard.for_patch(patch, height, width)
     if claim["defense"] != rule_to_json(guard.defense):
         return "its defense is not the model's, or its masks are neither the model's nor those fitted to its patch"
-    if claim["digests"]["model"] != zoo.digest(guard):
+    if claim["digests"]["model"] != guard.digest:
         return "it is about a model with other weights or settings"
     field = guard.field(height, width)
     if claim["field"] != field_to_json(field) or claim["wrap"] != [field.rows.wrap, field.columns.wrap]:

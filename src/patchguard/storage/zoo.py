@@ -5,7 +5,6 @@ and settings, class names, preprocessing, evidence, defense with its masks, the 
 over all of it. The digest detects damage; it does not say who wrote the file.
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -17,24 +16,22 @@ from typing import Any, Literal, final
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from patchguard import __version__, models
 from patchguard.defenses import Undefended
+from patchguard.defenses import serialization as config
 from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError, nearest
 from patchguard.geometry.preprocess import Preprocess
-from patchguard.guards.interval import IntervalGuard
-from patchguard.guards.interval_network import IntervalCnn
+from patchguard.guards.identity import FORMAT, canonical, collect_tensors, digest_tensors
+from patchguard.guards.interval import INTERVAL, IntervalGuard
 from patchguard.guards.local import LocalGuard
 from patchguard.models.base import LocalModel
+from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.patch import Patch
-from patchguard.storage import config
 from patchguard.storage.presets import PRESETS
 
-FORMAT = 1
 ENTRIES = ("format", "patchguard", "model", "class_names", "preprocess", "evidence", "defense", "recipe", "half")
-INTERVAL = {"name": "IntervalBounds"}  # in place of a defense
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"  # files that come with the package
 CLONE = Path(__file__).parents[3] / "zoo"  # other published files, in a clone of the repository
 FOLDER = "PATCHGUARD_ZOO"  # the environment variable that names one more folder of files
@@ -254,10 +251,10 @@ def save(
     """
     path = Path(path)
     settings = _config(guard, recipe, half)
-    tensors = _stored(guard.model, half)
+    tensors = collect_tensors(guard.model, half=half)
     _check_shapes(_empty(settings["model"]), {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    written = _canonical(settings)
-    metadata = {"patchguard": written, "digest": _digest(tensors, written)}
+    written = canonical(settings)
+    metadata = {"patchguard": written, "digest": digest_tensors(tensors, written)}
     if not path.parent.is_dir():
         raise InputError(f"the folder of `path` must exist; got {path}. Make it first.")
     # Under its final name a file is always complete.
@@ -268,16 +265,6 @@ def save(
     finally:
         with suppress(FileNotFoundError):
             draft.unlink()
-
-
-def digest(guard: LocalGuard[Any] | IntervalGuard) -> str:
-    """Return the SHA-256 of everything that makes the LocalGuard's answers: tensors and settings.
-
-    Neither the recipe nor the release of this package is part of it.
-    """
-    settings = _config(guard, None, half=False)
-    del settings["patchguard"]
-    return _digest(_stored(guard.model, half=False), _canonical(settings))
 
 
 def inspect(path: str | Path) -> dict[str, Any]:
@@ -294,64 +281,13 @@ def recipe(name_or_path: str | Path) -> dict[str, Any] | None:
 
 
 def _config(guard: LocalGuard[Any] | IntervalGuard, recipe: Mapping[str, Any] | None, half: bool) -> dict[str, Any]:
-    settings = guard.model.config()
-    if not guard.model.name:
-        raise InputError(
-            f"`guard.model` must be a network of the registry to be saved; {type(guard.model).__name__} has no name. "
-            "Save its weights yourself, or add it to patchguard.models.REGISTRY."
-        )
     return {
         "format": FORMAT,
         "patchguard": __version__,
-        "model": {"name": guard.model.name, "settings": settings},
-        "class_names": list(guard.class_names),
-        **_rule(guard),
+        **guard.to_json(),
         "recipe": None if recipe is None else dict(recipe),
         "half": half,
     }
-
-
-def _rule(guard: LocalGuard[Any] | IntervalGuard) -> dict[str, Any]:
-    """Return what happens before and after the network; interval bounds know no evidence."""
-    if isinstance(guard, IntervalGuard):
-        return {"preprocess": Preprocess().to_json(), "evidence": None, "defense": INTERVAL}
-    return {
-        "preprocess": guard.preprocess.to_json(),
-        "evidence": config.evidence_to_json(guard.evidence),
-        "defense": config.defense_to_json(guard.defense),
-    }
-
-
-def _canonical(settings: dict[str, Any]) -> str:
-    try:
-        return json.dumps(settings, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"`recipe` must hold JSON values only: {error}.") from None
-
-
-def _stored(model: LocalModel, half: bool) -> dict[str, Tensor]:
-    """Return the tensors as they go into a file: on the CPU, contiguous, finite, float32 or float16."""
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        plain = tensor.detach().cpu().contiguous()
-        if plain.is_floating_point():
-            if plain.dtype != torch.float32:
-                raise InputError(f"`guard.model` must be float32 to be saved; {name} is {plain.dtype}. Call .float().")
-            plain = plain.half() if half else plain
-            if not bool(plain.isfinite().all()):
-                raise InputError(f"the tensor {name} must be finite{' in float16' if half else ''} to be saved.")
-        tensors[name] = plain
-    return tensors
-
-
-def _digest(tensors: Mapping[str, Tensor], written: str) -> str:
-    total = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        total.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    total.update(written.encode())
-    return total.hexdigest()
 
 
 def _read(path: Path) -> LocalGuard[Any] | IntervalGuard:
@@ -368,7 +304,7 @@ def _read(path: Path) -> LocalGuard[Any] | IntervalGuard:
             raise InputError(f"the tensor {name} in {path.name} must be {wanted}; got {tensors[name].dtype}.")
         if like.is_floating_point() and not bool(tensors[name].isfinite().all()):
             raise InputError(f"the tensor {name} in {path.name} must be finite; it holds NaN or infinity.")
-    if _digest(tensors, written) != claimed:
+    if digest_tensors(tensors, written) != claimed:
         raise InputError(f"{path.name} is damaged: its digest does not match its contents. Fetch the file again.")
     names = tuple(config.text(name, "class_names") for name in config.sequence(settings["class_names"], "class_names"))
     with torch.random.fork_rng(devices=[]):  # first weights are drawn at random, then replaced

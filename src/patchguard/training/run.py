@@ -113,8 +113,8 @@ def train(
     Of several processes, only the first one returns a summary.
     """
     if options.deterministic:
-        runtime.deterministic()
-    with runtime.process_group(runtime.choose_device(options.device)) as device:
+        runtime.use_deterministic_kernels()
+    with runtime.process_group(runtime.resolve_device(options.device)) as device:
         return _train(options, device, report, tick, stopped)
 
 
@@ -148,7 +148,7 @@ def _train(
     recipe = trainer.recipe = replace(recipe, epochs=curve.logged(options.out)[-1]["epochs"])
     summary = {
         "recipe": recipe.to_json(),
-        "environment": runtime.environment(),
+        "environment": runtime.describe_environment(),
         "device": str(device),
         "processes": runtime.world_size(),
         "parameters": parameters,

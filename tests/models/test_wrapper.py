@@ -4,7 +4,7 @@ from helpers.influence import fresh, moved, picture, reached
 from torch import nn
 
 from patchguard.errors import InputError
-from patchguard.models.bridge import wrap
+from patchguard.models.wrapper import wrap
 
 
 class TwoOutputs(nn.Module):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers.crafted import Spike, dark, undefended
-from helpers.tiny import build_once, lively, pictures
+from helpers.small_guards import build_once, random_images, randomize_weights
+from helpers.weak_networks import Spike, dark_images, undefended_guard
 
 from patchguard.attacks.base import covered
 from patchguard.attacks.climb import Pace
@@ -33,7 +33,7 @@ LOGITS = torch.tensor(
 
 @build_once
 def resnet() -> LocalGuard:
-    model = lively(build("resnet18", classes=3, width=0.1, small_images=True))
+    model = randomize_weights(build("resnet18", classes=3, width=0.1, small_images=True))
     return LocalGuard(Preprocess(), model, Evidence(low=None), Undefended())
 
 
@@ -112,7 +112,7 @@ def test_a_network_of_small_logits_gets_a_limit_of_its_own():
 
 
 def test_an_attack_that_continues_changes_its_patch_alone_and_never_loses():
-    guard, images, patch = resnet(), pictures(6, 32), Patch(6)
+    guard, images, patch = resnet(), random_images(6, 32), Patch(6)
     target = guard.predict(images).label
     target[0] = (target[0] + 1) % 3  # wrong as it is: gets a patch all the same
     made = FAST(guard, images, target, patch)
@@ -136,7 +136,7 @@ def test_an_attack_that_continues_changes_its_patch_alone_and_never_loses():
 
 
 def test_an_attacked_network_has_more_wrong_cells():
-    guard, images = resnet(), (pictures(6, 32) * 255).round().to(torch.uint8)
+    guard, images = resnet(), (random_images(6, 32) * 255).round().to(torch.uint8)
     study_images = StudyImages(images, guard.predict(images.float() / 255).label, tuple(range(6)))
     study = attack_and_observe(guard, study_images, FAST, Patch(12))
     assert study.original.wrong.tolist() == [False] * 6
@@ -146,8 +146,8 @@ def test_an_attacked_network_has_more_wrong_cells():
 
 
 def test_a_ceiling_stops_an_attack_that_lives_on_large_logits_and_an_attack_through_it_knows():
-    images = StudyImages(dark(6), torch.zeros(6, dtype=torch.int64), tuple(range(6)))
-    study = attack_and_observe(undefended(Spike()), images, FAST, Patch(6))
+    images = StudyImages(dark_images(6), torch.zeros(6, dtype=torch.int64), tuple(range(6)))
+    study = attack_and_observe(undefended_guard(Spike()), images, FAST, Patch(6))
     assert local_attack.incorrect_predictions(study)["Incorrect global predictions"] == 100.0
     assert study.ceiling == 5.0
     clips = {clip: percentages(marks) for clip, marks in study.clips.items()}
@@ -156,7 +156,7 @@ def test_a_ceiling_stops_an_attack_that_lives_on_large_logits_and_an_attack_thro
     assert clips["(0, inf)"]["adaptive"] == 0.0
     assert clips["(0, c_h)"]["adaptive"] == 100.0
     assert local_attack.logits_table(study, "").rows[1].ours[0] > 0  # malicious logits above the largest clean one
-    victim = through_evidence(local_attack.clip_logits(undefended(Spike()), 0.0, 5.0))
+    victim = through_evidence(local_attack.clip_logits(undefended_guard(Spike()), 0.0, 5.0))
     bright = torch.ones(1, 3, 32, 32, requires_grad=True)
     logits = victim.differentiable_logits(bright)
     assert logits.max() == 5.0
@@ -164,9 +164,9 @@ def test_a_ceiling_stops_an_attack_that_lives_on_large_logits_and_an_attack_thro
 
 
 def test_a_study_does_not_depend_on_how_images_are_batched():
-    images = StudyImages(dark(5), torch.tensor([0, 0, 1, 0, 0]), (3, 14, 15, 92, 65))
+    images = StudyImages(dark_images(5), torch.tensor([0, 0, 1, 0, 0]), (3, 14, 15, 92, 65))
     whole, parts = (
-        attack_and_observe(undefended(Spike()), images, FAST, Patch(6), batch_pixels=pixels)
+        attack_and_observe(undefended_guard(Spike()), images, FAST, Patch(6), batch_pixels=pixels)
         for pixels in (None, 2 * 32 * 32)
     )
     for stage in ("original", "broken", "attacked"):
@@ -177,8 +177,8 @@ def test_a_study_does_not_depend_on_how_images_are_batched():
 
 
 def test_a_study_is_of_an_undefended_network():
-    images = StudyImages(dark(1), torch.zeros(1, dtype=torch.int64), (0,))
-    guard = undefended(Spike())
+    images = StudyImages(dark_images(1), torch.zeros(1, dtype=torch.int64), (0,))
+    guard = undefended_guard(Spike())
     defended = LocalGuard(guard.preprocess, guard.model, Evidence(low=0.0, high=5.0), ClippedSum())
     with pytest.raises(InputError, match="must be undefended; got ClippedSum"):
         attack_and_observe(defended, images, FAST, Patch(6))

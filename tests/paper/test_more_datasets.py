@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.reproduction import save_model
-from helpers.tiny import ANY_MASKS, lively
+from helpers.small_guards import ANY_MASKS, randomize_weights
 from PIL import Image
 
 from patchguard.data.classes import CATS_VS_DOGS, FLOWERS, IMAGENETTE, IMAGENETTE_BY_WORDNET
@@ -132,13 +132,13 @@ def test_imagenet_experiments_run_on_a_folder_of_a_thousand_classes(
     imagenet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = Context(root=imagenet, cache=tmp_path, limit=6)
-    bagnet = lively(build("bagnet17", classes=1000, width=0.02))
+    bagnet = randomize_weights(build("bagnet17", classes=1000, width=0.02))
     masks = RobustMasking(masks=ANY_MASKS)
     side = 120  # 13 x 13 cells
     save_model(
         context, "paper_imagenet_bn17_provable", LocalGuard(Preprocess(), bagnet, Evidence(low=0.0), masks), side
     )
-    residual = lively(build("resnet50", classes=1000, width=0.02))
+    residual = randomize_weights(build("resnet50", classes=1000, width=0.02))
     plain = LocalGuard(Preprocess(), residual, Evidence(low=None), Undefended())
     save_model(context, "paper_imagenet_resnet50", plain, side)
     monkeypatch.setattr(occlusion, "SIDE", 64)
@@ -167,8 +167,8 @@ def test_photo_experiments_run_on_a_folder_of_photos(tmp_path: Path, monkeypatch
     context = Context(root=tmp_path, cache=tmp_path / "cache", limit=8)
     masks = RobustMasking(masks=ANY_MASKS)
     srf, resnet = (
-        lively(build("srf", classes=10, field=5, widths=[8, 8])),
-        lively(build("resnet18", classes=10, width=0.1)),
+        randomize_weights(build("srf", classes=10, field=5, widths=[8, 8])),
+        randomize_weights(build("resnet18", classes=10, width=0.1)),
     )
     save_model(context, "imagenette_mask_bn17", LocalGuard(Preprocess(), srf, Evidence(low=0.0), masks, IMAGENETTE), 32)
     plain = LocalGuard(Preprocess(), resnet, Evidence(low=None), Undefended(), IMAGENETTE)
@@ -192,7 +192,7 @@ def test_photo_experiments_run_on_a_folder_of_photos(tmp_path: Path, monkeypatch
 def test_a_block_lies_where_the_evidence_is(tmp_path: Path) -> None:
     paint(tmp_path / "flower_photos", FLOWERS, each=5, side=24)
     context = Context(root=tmp_path, cache=tmp_path / "cache")
-    model = lively(build("srf", classes=5, field=5, widths=[8, 8]))
+    model = randomize_weights(build("srf", classes=5, field=5, widths=[8, 8]))
     guard = LocalGuard(Preprocess(), model, Evidence(low=0.0), RobustMasking(masks=ANY_MASKS), FLOWERS)
     save_model(context, "mine", guard, 24)
     logits = context.logits("mine", "flowers")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.reproduction import random_logits
-from helpers.tiny import ANY_MASKS, lively, srf_guard
+from helpers.small_guards import ANY_MASKS, randomize_weights, srf_guard
 
 from patchguard.defenses import CellMasking, ClippedSum, DoubleMasking, MajorityVote, RobustMasking, TrimmedMean
 from patchguard.defenses.evidence import Evidence
@@ -41,7 +41,7 @@ def cells() -> CachedLogits:
 
 @pytest.fixture(scope="module")
 def bands() -> CachedLogits:
-    model = lively(build("ds_resnet18", classes=3, width=0.05))
+    model = randomize_weights(build("ds_resnet18", classes=3, width=0.05))
     guard = LocalGuard(Preprocess(), model, Evidence(kind="confidence"), RobustMasking(masks=ANY_MASKS))
     return leading_logits(guard, 32)
 

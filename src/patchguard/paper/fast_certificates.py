@@ -20,9 +20,8 @@ from torch.nn.functional import one_hot, pad
 from patchguard.defenses import DoubleMasking, Median, RobustMasking, ties
 from patchguard.defenses.base import Defense, MaskedDefense, select, tau_units
 from patchguard.defenses.evidence import Evidence, EvidenceMap
-from patchguard.defenses.integral import integral_image
 from patchguard.defenses.order_statistics import ascending, cells_of
-from patchguard.defenses.window_products import nothing
+from patchguard.defenses.window_products import integral_image, nothing
 from patchguard.defenses.window_sums import best_cover, heaviest, sums
 from patchguard.geometry.windows import Windows
 

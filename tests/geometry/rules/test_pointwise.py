@@ -4,14 +4,18 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.walking import IMAGES, Layer, check, check_rows, layout_of, refusal
+from helpers.field_rules import IMAGES, Layer, check_batch_rows, check_field, derive_layout, refusal_reason
 from torch import Tensor, nn
 from torch.nn import functional
 
 from patchguard.errors import InputError
-from patchguard.geometry.rules.call import Call, Constant
-from patchguard.geometry.rules.layout import Layout, Refused, channels, images, pixels
-from patchguard.geometry.rules.shaping import dropout, unchanged, view
+from patchguard.geometry.rules.layout import (
+    Call,
+    Constant,
+    Layout,
+    RuleError,
+)
+from patchguard.geometry.rules.pointwise import dropout, first_input_elementwise, view
 from patchguard.models import wrap
 
 SIZE = (6, 7)
@@ -74,8 +78,8 @@ def test_moved_entries_keep_their_box_and_their_image(name: str) -> None:
     torch.manual_seed(0)
     function, *parts = KEPT[name]
     network = Layer(function, *parts)
-    check(network, SIZE, exact=name not in ("rows of two fields", "columns of two fields"))
-    check_rows(network, SIZE)
+    check_field(network, SIZE, exact=name not in ("rows of two fields", "columns of two fields"))
+    check_batch_rows(network, SIZE)
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
@@ -118,7 +122,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_mix_images_or_lose_positions_is_refused(name: str) -> None:
     function, message = REFUSED[name]
-    assert message in refusal(Layer(function), SIZE)
+    assert message in refusal_reason(Layer(function), SIZE)
 
 
 def test_a_network_with_such_a_squeeze_has_no_field() -> None:
@@ -128,17 +132,17 @@ def test_a_network_with_such_a_squeeze_has_no_field() -> None:
 
 def test_the_rules_never_count_the_images() -> None:
     # A million images cost nothing: no rule builds what has an entry for each of them.
-    layout = layout_of(Layer(lambda x: functional.pad(x, (1, 1, 0, 0, 0, 0, 0, 0))), SIZE)
+    layout = derive_layout(Layer(lambda x: functional.pad(x, (1, 1, 0, 0, 0, 0, 0, 0))), SIZE)
     assert layout.shape == (IMAGES, 3, 6, 9)
-    huge = Layout((images(2**61 - 1), channels(3), pixels("row", 4), pixels("column", 5)))
+    huge = Layout.of_images(2**61 - 1, 3, 4, 5)
     assert view(Call("view", {"self": huge}, ((3 * (2**61 - 1), 20),))).shape == (3 * (2**61 - 1), 20)
 
 
 def test_a_rule_that_changes_the_shape_unasked_is_refused() -> None:
-    image = Layout((images(7), channels(3), pixels("row", 4), pixels("column", 5)))
-    with pytest.raises(Refused, match="changes the shape"):
-        unchanged(Call("prelu", {"self": image, "weight": Constant((3,))}, ((7, 3, 4, 6),)))
-    with pytest.raises(Refused, match="drops entries at random"):
+    image = Layout.of_images(7, 3, 4, 5)
+    with pytest.raises(RuleError, match="changes the shape"):
+        first_input_elementwise(Call("prelu", {"self": image, "weight": Constant((3,))}, ((7, 3, 4, 6),)))
+    with pytest.raises(RuleError, match="drops entries at random"):
         dropout(Call("dropout", {"input": image, "p": 0.5, "train": True}, (image.shape,)))
-    with pytest.raises(Refused, match="changes the number of entries"):
-        image.viewed((7, 3, 4, 6))
+    with pytest.raises(RuleError, match="changes the number of entries"):
+        image.view((7, 3, 4, 6))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.claims import edited, sealed
-from helpers.tiny import ANY_MASKS, bagnet_guard, lively, pictures, srf_guard
+from helpers.small_guards import ANY_MASKS, bagnet_guard, random_images, randomize_weights, srf_guard
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -32,13 +32,13 @@ from patchguard.storage.certificate_file import Packer, difference, eight_bit, h
 @cache
 def band_guard() -> LocalGuard:
     """Votes of column bands on a circle."""
-    model = lively(build("ds_resnet18", classes=3, width=0.05))
+    model = randomize_weights(build("ds_resnet18", classes=3, width=0.05))
     plain = srf_guard()
     return replace(plain, model=model, evidence=Evidence(kind="vote", drift=1e-3), defense=MajorityVote())
 
 
 def image(side: int, seed: int = 0) -> torch.Tensor:
-    return (pictures(1, side, seed=seed)[0] * 255).round().to(torch.uint8)
+    return (random_images(1, side, seed=seed)[0] * 255).round().to(torch.uint8)
 
 
 def guards() -> dict[str, tuple[LocalGuard, int]]:

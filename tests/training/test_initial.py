@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.tiny import lively, pictures
+from helpers.small_guards import random_images, randomize_weights
 
 from patchguard.defenses import Undefended
 from patchguard.defenses.evidence import Evidence
@@ -35,7 +35,7 @@ def fresh(classes: int = 3, field: int = 5, widths: tuple[int, ...] = (8, 8)) ->
 
 
 def save(folder: Path, guard: LocalGuard, name: str = "trained") -> LocalGuard:
-    lively(guard.model)
+    randomize_weights(guard.model)
     zoo.save(guard, folder / f"{name}.safetensors")
     return guard
 
@@ -99,7 +99,7 @@ def test_a_teacher_answers_as_it_was_saved_and_learns_nothing(folder: Path) -> N
     teacher = teacher_of("trained", fresh(), CPU)
     assert not teacher.model.training
     assert not any(parameter.requires_grad for parameter in teacher.model.parameters())
-    images = pictures(3, 16)
+    images = random_images(3, 16)
     assert torch.equal(teacher.predict(images).label, trained.predict(images).label)
     torch.testing.assert_close(teacher.local_logits(images), trained.local_logits(images))
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.stripes import folder, folder_options
+from helpers.stripe_dataset import folder, folder_options
 from typer.testing import CliRunner
 
 import patchguard as pg

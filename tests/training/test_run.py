@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.stripes import folder, recipe, stripes
+from helpers.stripe_dataset import folder, recipe, stripes
 
 from patchguard import runtime
 from patchguard.data import cifar10, datasets

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.file_server import FileServer, serve
-from helpers.tiny import srf_guard
+from helpers.small_guards import srf_guard
 from typer.testing import CliRunner
 
 import patchguard

@@ -26,7 +26,7 @@ def _paths(request, monkeypatch) -> None:
     if request.param != "small":
         monkeypatch.setattr(overlap, "SMALL", 0)
     if request.param == "accelerated":
-        monkeypatch.setattr(overlap, "_accelerated", lambda device: True)
+        monkeypatch.setattr(overlap, "_is_accelerator", lambda device: True)
 
 
 def written_out(values: torch.Tensor, windows: Windows) -> torch.Tensor:

@@ -49,7 +49,6 @@ TESTS = {
     "geometry/windows.py": ["geometry/test_windows.py", "geometry/test_field.py", *SUMS],
     "defenses/window_sums.py": SUMS,
     "defenses/window_products.py": SUMS,
-    "defenses/integral.py": SUMS,
     "defenses/ties.py": ["defenses/test_ties.py"],
     "geometry/field.py": ["geometry/test_field.py", "geometry/test_preprocess.py"],
     "geometry/preprocess.py": ["geometry/test_preprocess.py"],

@@ -404,8 +404,8 @@ def test_a_save_that_fails_leaves_the_old_file(path, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(zoo, "save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr("patchguard.storage.model_file.save_file", fail)
+    with pytest.raises(InputError, match="cannot be written: disk full"):
         zoo.save(srf_guard(), path)
     assert path.read_bytes() == before
     assert [each.name for each in path.parent.iterdir()] == [path.name]

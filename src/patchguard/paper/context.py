@@ -29,6 +29,7 @@ from patchguard.paper.experiment import Missing
 from patchguard.runs.job import matched
 from patchguard.storage import zoo
 from patchguard.storage.presets import PRESETS
+from patchguard.storage.published_models import ZOO
 from patchguard.training import recipes
 
 logger = logging.getLogger(__name__)
@@ -178,7 +179,7 @@ class Context:
             path = self._trained_path(name)
             yield f"python -m patchguard.training.pretrained RESNET50_OF_IMAGENET.safetensors {path}"
         elif name not in recipes.RECIPES:
-            yield f"Put {name}.safetensors into a folder and set {zoo.FOLDER} to that folder."
+            yield f"Put {name}.safetensors into a folder and set {ZOO} to that folder."
         else:
             for needed in self._missing_models(name):
                 yield from self._commands(needed)

@@ -66,7 +66,7 @@ def proof(run: Run) -> Markup:
         PLACED[run.pixels],
     ]
     no = [*NOT_PROVED]
-    no.insert(1, ("Not that a label is right.", LABEL_STAYS + (COUNTED if run.labelled else NOT_COUNTED)))
+    no.insert(1, ("Not that a label is right.", LABEL_STAYS + (COUNTED if run.labeled else NOT_COUNTED)))
     no.append(
         (
             "Not other computations.",

@@ -64,7 +64,7 @@ def main() -> None:
         "seconds": seconds,
         "total_seconds": round(total, 1),
         "share_of_target": round(total / TARGET, 3),
-        "environment": runtime.environment(),
+        "environment": runtime.describe_environment(),
     }
     print(f"{'all':16} {total:8.2f} s, {total / TARGET:.2f} of the target")
     if given.out is not None:

@@ -4,6 +4,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from helpers.checker_mistakes import copy, drop, exchange, keep_right, rename, settle, spoil, weaken, widen
 from helpers.claims import (
     RULES,
     decided_behind_one_mask,
@@ -14,7 +15,6 @@ from helpers.claims import (
     trailing,
     uncovered,
 )
-from helpers.planted import copy, drop, exchange, keep_right, rename, settle, spoil, weaken, widen
 
 
 def certify_ties(_, check, claim, per_window, *rest):

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow
 USE = """
 import json, sys
 import patchguard as pg
-from patchguard import certificate_file, zoo
 from patchguard.data import sample
+from patchguard.storage import certificate_file
 from PIL import Image
 
 guard, data = pg.load("cifar10"), sample.load()
@@ -33,7 +33,7 @@ found = {
     "label": guard.predict(images.float() / 255).label.tolist(),
     "certified": proof.certified.tolist(),
     "margin": proof.margin.tolist(),
-    "digest": zoo.digest(guard),
+    "digest": guard.digest,
     "images": len(data),
 }
 print(json.dumps(found))
@@ -93,7 +93,7 @@ def test_the_installed_package_certifies_and_verifies_from_a_foreign_folder(inst
     guard = zoo.load("cifar10")
     images = sample.load().images[:2].float() / 255
     proof = guard.certify(images, patchguard.Patch(5))
-    assert found["digest"] == zoo.digest(guard)
+    assert found["digest"] == guard.digest
     assert found["label"] == proof.label.tolist()
     assert found["certified"] == proof.certified.tolist()
     assert found["margin"] == proof.margin.tolist()

@@ -27,7 +27,7 @@ _PATIENCE = timedelta(hours=6)  # others wait so long while the first process me
 # -- device ------------------------------------------------------------------------------------------------------------
 
 
-def choose_device(name: str = "auto") -> torch.device:
+def resolve_device(name: str = "auto") -> torch.device:
     """Return the named device, or for "auto" the first GPU where there is one and the CPU elsewhere."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -44,7 +44,7 @@ def choose_device(name: str = "auto") -> torch.device:
     return device
 
 
-def placement(module: object) -> tuple[torch.device, torch.dtype]:
+def device_and_dtype(module: object) -> tuple[torch.device, torch.dtype]:
     """Return the device and type of a module's first floating tensor; CPU and float32 if it has none."""
     if isinstance(module, nn.Module):
         for tensors in (module.parameters(), module.buffers()):
@@ -82,14 +82,14 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
     try:
         yield device
-        from_first(0.0, device)
+        broadcast_from_first(0.0, device)
     finally:
         # A network that shares gradients holds the group; where it outlives it, torch now and then aborts at the exit.
         gc.collect()
         dist.destroy_process_group()
 
 
-def from_first(value: int | float, device: torch.device) -> int | float:
+def broadcast_from_first(value: int | float, device: torch.device) -> int | float:
     """Return the value that the first process has, in all of them."""
     if world_size() == 1:
         return value
@@ -130,7 +130,7 @@ def _barrier() -> None:
 
 
 @contextmanager
-def evaluating(module: object) -> Iterator[None]:
+def eval_mode(module: object) -> Iterator[None]:
     """Put a module into evaluation mode, and each of its parts back into its own mode at the end."""
     modes = [(part, part.training) for part in module.modules()] if isinstance(module, nn.Module) else []
     try:
@@ -143,7 +143,7 @@ def evaluating(module: object) -> Iterator[None]:
 
 
 @contextmanager
-def frozen(module: nn.Module) -> Iterator[None]:
+def frozen_parameters(module: nn.Module) -> Iterator[None]:
     """Let no gradient flow to the parameters of what is computed inside."""
     learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
     try:
@@ -245,7 +245,7 @@ def _turn(owners: list[Any]) -> Callable[[], None]:
     return restore
 
 
-def deterministic() -> None:
+def use_deterministic_kernels() -> None:
     """Allow only kernels that give the same bits every time; some are slower. To be called before CUDA is used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -256,7 +256,7 @@ def deterministic() -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def ignore_dependency_warnings() -> Iterator[None]:
     """Turn off warnings of Pillow, and those about what is deprecated, for what others' code does inside."""
     _warnings.enter()
     try:
@@ -297,7 +297,7 @@ _warnings = _Quiet()
 # -- seeds -------------------------------------------------------------------------------------------------------------
 
 
-def derived_seed(seed: int, *index: int) -> int:
+def derive_seed(seed: int, *index: int) -> int:
     """Return a seed of 64 bits for item `index` of a run: a function of both, and of nothing else."""
     if seed < 0 or any(each < 0 for each in index):
         raise InputError(f"`seed` and `index` must be whole numbers of at least 0; got {(seed, *index)}.")
@@ -305,15 +305,15 @@ def derived_seed(seed: int, *index: int) -> int:
     return int(state[0])
 
 
-def generator(seed: int, *index: int) -> torch.Generator:
+def make_generator(seed: int, *index: int) -> torch.Generator:
     """Return a generator for item `index`, so that an answer depends on neither batch size nor order."""
-    return torch.Generator().manual_seed(derived_seed(seed, *index))
+    return torch.Generator().manual_seed(derive_seed(seed, *index))
 
 
 # -- stamp -------------------------------------------------------------------------------------------------------------
 
 
-def environment() -> dict[str, str | int | None]:
+def describe_environment() -> dict[str, str | int | None]:
     """Return what a measured number depends on: versions, processor and GPU; no names of machines or paths."""
     gpu = torch.cuda.is_available()
     return {

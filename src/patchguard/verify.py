@@ -40,10 +40,15 @@ Integers = npt.NDArray[np.int64]
 Truths = npt.NDArray[np.bool_]
 
 FORMAT = 1
+STATEMENT = 2  # the format of files without anything to recompute
 MEMBERS = ("certificate.json", "evidence.npy")
 ENTRIES = {
     "format", "package", "class_names", "defense", "evidence", "units", "shape", "source", "patch", "field", "windows",
     "wrap", "label", "margin", "certified", "weakest", "rival", "digests", "digest",
+}  # fmt: skip
+STATED = {
+    "format", "package", "class_names", "guard", "source", "patch", "label", "margin", "certified", "rival", "digests",
+    "digest",
 }  # fmt: skip
 DIGESTS = {"model", "preprocess", "image", "evidence"}
 VOTES = ("vote", "prediction")
@@ -77,14 +82,19 @@ class Refused(Exception):
 @final
 @dataclass(frozen=True)
 class Verdict:
-    """What the check of one file found. A valid file may claim that its image is *not* certified."""
+    """What the check of one file found. A valid file may claim that its image is *not* certified.
+
+    A statement has nothing that could be recomputed here: it is not `checked`, and so not `valid`.
+    """
 
     valid: bool
     certified: bool
     reason: str
+    checked: bool = True
 
     def __str__(self) -> str:
-        return f"{'valid' if self.valid else 'invalid'}: {self.reason}"
+        word = "valid" if self.valid else "invalid" if self.checked else "unchecked"
+        return f"{word}: {self.reason}"
 
 
 # -- the answer --------------------------------------------------------------------------------------------------------
@@ -105,11 +115,32 @@ def check_bytes(data: bytes, condition: str = CONDITION) -> Verdict:
     """
     try:
         claim, layers = read(data)
+        if claim["format"] == STATEMENT:
+            return Verdict(valid=False, certified=False, reason=_state(claim), checked=False)
         return Verdict(valid=True, certified=claim["certified"], reason=_prove(claim, layers, condition))
     except Refused as refusal:
         return Verdict(valid=False, certified=False, reason=str(refusal))
     except Exception as error:  # what no check above foresaw must not pass for a proof, nor end a long run
         return Verdict(valid=False, certified=False, reason=f"it cannot be read ({type(error).__name__})")
+
+
+def _state(claim: dict[str, Any]) -> str:
+    """Check that a statement is one, and say what it states and that nothing proves it here."""
+    height, width = (_whole(size, "source", 1, LARGEST_AXIS) for size in _sequence(claim["source"], "source", 2, 2))
+    patch = _entries(claim["patch"], "patch", {"height", "width", "count"})
+    sides = _whole(patch["height"], "patch.height", 1, height), _whole(patch["width"], "patch.width", 1, width)
+    _whole(patch["count"], "patch.count", 1, LARGEST_AXIS)
+    label = _whole(claim["label"], "label", 0, LARGEST_EVIDENCE)
+    _whole(claim["rival"], "rival", 0, LARGEST_EVIDENCE)
+    if type(claim["margin"]) is not float or _flag(claim["certified"], "certified") is not (claim["margin"] > 0):
+        raise Refused("its margin must be a decimal, above 0 where it claims to be certified and nowhere else")
+    if not isinstance(claim["guard"], str) or re.fullmatch("[A-Za-z][A-Za-z0-9_]{0,63}", claim["guard"]) is None:
+        raise Refused("`guard` must be the name of a kind of guard")
+    outcome = "certified" if claim["certified"] else "NOT certified"
+    return (
+        f"it states that label {label} is {outcome} against every {sides[0]} x {sides[1]} patch, but holds no proof "
+        "that can be checked without the network; patchguard verify --model --image certifies the image anew"
+    )
 
 
 def _prove(claim: dict[str, Any], layers: Integers, condition: str) -> str:
@@ -591,15 +622,18 @@ def read(data: bytes) -> tuple[dict[str, Any], Integers]:
     """Return the claim and its evidence; raise `Refused` unless every byte is as the format prescribes."""
     document, array = _members(data)
     claim = _parsed(document)
-    _entries(claim, "certificate", ENTRIES)
-    if type(claim["format"]) is not int or claim["format"] != FORMAT:
+    stated = isinstance(claim, dict) and type(claim.get("format")) is int and claim["format"] == STATEMENT
+    _entries(claim, "certificate", STATED if stated else ENTRIES)
+    if not stated and (type(claim["format"]) is not int or claim["format"] != FORMAT):
         raise Refused(f"it has another format than {FORMAT}; use the checker of its release")
-    digests = _entries(claim["digests"], "digests", DIGESTS)
+    digests = _entries(claim["digests"], "digests", {"model", "image"} if stated else DIGESTS)
     for digest in (claim["digest"], *digests.values()):
         if not isinstance(digest, str) or re.fullmatch("[0-9a-f]{64}", digest) is None:
             raise Refused("a digest must be 64 hexadecimal digits")
     if claim["digest"] != digest_of(claim):
         raise Refused("its digest does not match its contents: it is damaged")
+    if stated:
+        return _statement(claim, array)
     if digests["evidence"] != hashlib.sha256(array).hexdigest():
         raise Refused("the digest of its evidence does not match: it is damaged")
     shape = [_whole(size, "shape", 1, LARGEST_EVIDENCE) for size in _sequence(claim["shape"], "shape", 3, 4)]
@@ -614,6 +648,16 @@ def read(data: bytes) -> tuple[dict[str, Any], Integers]:
     if len(names) not in (0, shape[-3]) or not all(isinstance(name, str) for name in (*names, claim["package"])):
         raise Refused("`class_names` must name every class or none, and `package` its release")
     return claim, np.frombuffer(array, dtype="<i8", offset=len(header)).astype(np.int64).reshape(shape)
+
+
+def _statement(claim: dict[str, Any], array: bytes) -> tuple[dict[str, Any], Integers]:
+    """Return a statement with its empty array."""
+    if array != array_header([0]):
+        raise Refused("a statement must hold no evidence")
+    names = _sequence(claim["class_names"], "class_names", 0, LARGEST_EVIDENCE)
+    if not all(isinstance(name, str) for name in (*names, claim["package"])):
+        raise Refused("`class_names` must name classes, and `package` its release")
+    return claim, np.zeros(0, dtype=np.int64)
 
 
 def archive(document: bytes, array: bytes) -> bytes:

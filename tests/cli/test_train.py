@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.stripes import folder, folder_options
+from helpers.stripe_dataset import folder, folder_options
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 

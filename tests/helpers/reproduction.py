@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from helpers.tiny import ANY_MASKS, lively
+from helpers.small_guards import ANY_MASKS, randomize_weights
 from patchguard.data.classes import CIFAR10
 from patchguard.data.source import Source, open_source
 from patchguard.defenses import RobustMasking
@@ -22,7 +22,7 @@ IMAGES = 24
 def thin_guard(model: str = "srf", **settings) -> LocalGuard:
     """Robust masking of a thin network with ten classes."""
     settings = {"field": 5, "widths": [8, 12]} if model == "srf" else settings
-    network = lively(build(model, classes=10, **settings))
+    network = randomize_weights(build(model, classes=10, **settings))
     guard = LocalGuard(Preprocess(), network, Evidence(low=0.0), RobustMasking(masks=ANY_MASKS), CIFAR10)
     return guard.for_patch(Patch(5), 32, 32) if model == "srf" else guard
 

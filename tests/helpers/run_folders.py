@@ -3,13 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from patchguard.runs import gallery
 from patchguard.runs.metrics import CertifyTally
 from patchguard.runs.records import Folder
-from patchguard.runs.summary import CertifySettings, Run, Seconds
+from patchguard.runs.summary import CertifySettings, Run, Seconds, to_plain
 
 ENVIRONMENT = {"patchguard": "0.1.0", "python": "3.11.7", "torch": "2.13.0", "cpu_count": 2, "gpu": None}
 SECONDS = Seconds(total=41.7, network=37.9, images_per_second=12.0)
@@ -58,7 +57,7 @@ def fabricate(
         records.append({"index": images + number, "name": name, "target": None, "error": "is truncated"})
     run = Folder(folder)
     with run.locked(first=True):
-        run.begin(Run(settings=msgspec.to_builtins(known), environment=ENVIRONMENT, version="0.1.0"))
+        run.begin(Run(settings=to_plain(known), environment=ENVIRONMENT, version="0.1.0"))
         with run.appending(0) as appender:
             appender.append(records)
         chosen = gallery.choose(run.records(), known)[:pictures]

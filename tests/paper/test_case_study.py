@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.crafted import Spike, dark, undefended
-from helpers.tiny import lively, pictures
+from helpers.small_guards import random_images, randomize_weights
+from helpers.weak_networks import Spike, dark_images, undefended_guard
 
 from patchguard.attacks.base import covered
 from patchguard.attacks.climb import Pace
@@ -37,7 +37,7 @@ MAPS = torch.tensor(
 
 
 def resnet(classes: int = 3) -> LocalGuard:
-    model = lively(build("resnet18", classes=classes, width=0.1, small_images=True))
+    model = randomize_weights(build("resnet18", classes=classes, width=0.1, small_images=True))
     return LocalGuard(Preprocess(), model, Evidence(low=None), Undefended())
 
 
@@ -120,7 +120,7 @@ def test_a_network_of_small_logits_gets_a_limit_of_its_own():
 
 
 def test_an_attack_that_goes_on_changes_its_patch_alone_and_never_loses():
-    guard, images, patch = resnet(), pictures(6, 32), Patch(6)
+    guard, images, patch = resnet(), random_images(6, 32), Patch(6)
     target = guard.predict(images).label
     target[0] = (target[0] + 1) % 3  # wrong as it is: gets a patch all the same
     made = FAST(guard, images, target, patch)
@@ -144,7 +144,7 @@ def test_an_attack_that_goes_on_changes_its_patch_alone_and_never_loses():
 
 
 def test_a_study_of_a_batch_finds_more_wrong_cells_after_the_attack():
-    guard, images = resnet(), pictures(6, 32)
+    guard, images = resnet(), random_images(6, 32)
     target = guard.predict(images).label
     study = CaseStudy.of(guard, images, target, FAST, Patch(12), pace=Pace(steps=15, step=0.2))
     stages = study.stages
@@ -155,8 +155,8 @@ def test_a_study_of_a_batch_finds_more_wrong_cells_after_the_attack():
 
 
 def test_a_ceiling_stops_an_attack_that_lives_on_large_logits_and_an_attack_through_it_knows():
-    images = StudyImages(dark(6), torch.zeros(6, dtype=torch.int64), tuple(range(6)))
-    summary = case_study.run(undefended(Spike()), images, options=Options(attack=FAST))
+    images = StudyImages(dark_images(6), torch.zeros(6, dtype=torch.int64), tuple(range(6)))
+    summary = case_study.run(undefended_guard(Spike()), images, options=Options(attack=FAST))
     assert summary["tab-local-attack"]["rows"]["incorrect_global"]["ours"] == 100.0
     assert summary["ceiling"]["c_h"] == 5.0
     clips = summary["ceiling"]["clips"]
@@ -165,7 +165,7 @@ def test_a_ceiling_stops_an_attack_that_lives_on_large_logits_and_an_attack_thro
     assert clips["(0, inf)"]["adaptive"]["share"] == 0.0
     assert clips["(0, c_h)"]["adaptive"]["share"] == 1.0
     assert summary["histogram"]["share_above_largest_clean"]["malicious"] > 0
-    victim = Through(case_study.clipped(undefended(Spike()), 0.0, 5.0))
+    victim = Through(case_study.clipped(undefended_guard(Spike()), 0.0, 5.0))
     bright = torch.ones(1, 3, 32, 32, requires_grad=True)
     maps = victim.differentiable_logits(bright)
     assert maps.max() == 5.0
@@ -173,9 +173,9 @@ def test_a_ceiling_stops_an_attack_that_lives_on_large_logits_and_an_attack_thro
 
 
 def test_a_study_does_not_depend_on_how_images_are_batched():
-    images = StudyImages(dark(5), torch.tensor([0, 0, 1, 0, 0]), (3, 14, 15, 92, 65))
+    images = StudyImages(dark_images(5), torch.tensor([0, 0, 1, 0, 0]), (3, 14, 15, 92, 65))
     whole, parts = (
-        case_study.run(undefended(Spike()), images, options=Options(attack=FAST, batch_pixels=pixels))
+        case_study.run(undefended_guard(Spike()), images, options=Options(attack=FAST, batch_pixels=pixels))
         for pixels in (None, 2 * 32 * 32)
     )
     assert parts == whole
@@ -183,8 +183,8 @@ def test_a_study_does_not_depend_on_how_images_are_batched():
 
 
 def test_a_study_is_of_an_undefended_network():
-    images = StudyImages(dark(1), torch.zeros(1, dtype=torch.int64), (0,))
-    guard = undefended(Spike())
+    images = StudyImages(dark_images(1), torch.zeros(1, dtype=torch.int64), (0,))
+    guard = undefended_guard(Spike())
     defended = LocalGuard(guard.preprocess, guard.model, Evidence(low=0.0, high=5.0), ClippedSum())
     with pytest.raises(InputError, match="must be undefended; got ClippedSum"):
         case_study.run(defended, images)

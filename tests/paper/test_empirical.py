@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.tiny import lively, pictures
+from helpers.small_guards import random_images, randomize_weights
 from torch import nn
 
 from patchguard.defenses import Undefended
@@ -34,7 +34,7 @@ FITTED = [
 
 
 def guard() -> LocalGuard:
-    model = lively(build("resnet18", classes=3, width=0.1, small_images=True))
+    model = randomize_weights(build("resnet18", classes=3, width=0.1, small_images=True))
     return LocalGuard(Preprocess(), model, Evidence(low=None), Undefended())
 
 
@@ -106,7 +106,7 @@ def test_only_a_leak_tells_an_attack_about_black_pixels():
 
 
 def test_the_smooth_surrogate_hands_on_averages_of_the_gradient():
-    images = pictures(1, 8).requires_grad_()
+    images = random_images(1, 8).requires_grad_()
     cleaned = LocalGradientSmoothing(window=3, overlap=1, surrogate="smooth").differentiable(images)
     (gradient,) = torch.autograd.grad(cleaned[0, 0, 4, 4], images)
     expected = torch.zeros(3, 8, 8)
@@ -165,7 +165,7 @@ def test_guided_saliency_shows_what_speaks_for_the_label_alone():
 
 @pytest.mark.parametrize("cleaning", FITTED, ids=lambda cleaning: type(cleaning).__name__)
 def test_cleaned_images_are_images_and_do_not_depend_on_their_batch(cleaning):
-    images = noisy_patch(pictures(4, 32), 3, 20, 6)
+    images = noisy_patch(random_images(4, 32), 3, 20, 6)
     cleaned = cleaning(images, guard())
     assert cleaned.shape == images.shape
     assert cleaned.min() >= 0
@@ -176,7 +176,7 @@ def test_cleaned_images_are_images_and_do_not_depend_on_their_batch(cleaning):
 
 @pytest.mark.parametrize("cleaning", FITTED, ids=lambda cleaning: type(cleaning).__name__)
 def test_what_gradients_flow_through_has_the_same_values(cleaning):
-    images = noisy_patch(pictures(3, 32), 3, 20, 6).requires_grad_()
+    images = noisy_patch(random_images(3, 32), 3, 20, 6).requires_grad_()
     victim = Cleaned(guard(), cleaning)
     local_logits = victim.differentiable_logits(images)
     expected = victim.guard.local_logits(cleaning(images.detach(), victim.guard))
@@ -190,7 +190,7 @@ def test_what_gradients_flow_through_has_the_same_values(cleaning):
 @pytest.mark.parametrize("cleaning", FITTED, ids=lambda cleaning: type(cleaning).__name__)
 def test_a_cleaning_certifies_nothing_and_says_why(cleaning):
     with pytest.raises(InputError, match="has no certificate: it cleans by a heuristic"):
-        Cleaned(guard(), cleaning).certify(pictures(1, 32), Patch(5))
+        Cleaned(guard(), cleaning).certify(random_images(1, 32), Patch(5))
 
 
 @pytest.mark.parametrize(

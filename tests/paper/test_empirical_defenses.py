@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import painted
-from helpers.crafted import Texture, dark, undefended
-from helpers.tiny import lively, pictures, srf_guard
+from helpers import color_network
+from helpers.small_guards import random_images, randomize_weights, srf_guard
+from helpers.weak_networks import Texture, dark_images, undefended_guard
 
 from patchguard.attacks.adaptive import Adaptive
 from patchguard.attacks.baselines import Colours
@@ -35,8 +35,8 @@ FAST = Options(
 
 
 def test_an_attack_through_the_smoothing_breaks_what_one_on_the_bare_network_does_not():
-    images = StudyImages(dark(6), torch.zeros(6, dtype=torch.int64), tuple(range(6)))
-    rows = empirical_defenses.run(undefended(Texture()), images, FAST)["defenses"]
+    images = StudyImages(dark_images(6), torch.zeros(6, dtype=torch.int64), tuple(range(6)))
+    rows = empirical_defenses.run(undefended_guard(Texture()), images, FAST)["defenses"]
     assert {name: row["clean"]["share"] for name, row in rows.items()} == dict.fromkeys(rows, 1.0)
     assert rows["none"]["plain"]["share"] == 0.0
     smoothed = rows["local_gradient_smoothing"]
@@ -46,7 +46,7 @@ def test_an_attack_through_the_smoothing_breaks_what_one_on_the_bare_network_doe
 
 
 def test_gradients_through_the_smoothing_need_no_guesses():
-    guard, images, target = undefended(Texture()), dark(6).float() / 255, torch.zeros(6, dtype=torch.int64)
+    guard, images, target = undefended_guard(Texture()), dark_images(6).float() / 255, torch.zeros(6, dtype=torch.int64)
     victims = [Cleaned(guard, cleaning) for cleaning in cleanings(*images.shape[-2:])["local_gradient_smoothing"]]
     patch = Patch.of_area(FAST.area, height=images.shape[-2], width=images.shape[-1])
     assert not kept(victims, images, target, images, [FAST.attack], patch).adaptive.any()
@@ -62,7 +62,7 @@ def test_a_victim_that_hides_its_gradient_falls_to_guesses():
         def differentiable_logits(self, images):
             return guard.differentiable_logits(images.detach()) + 0 * images.sum()
 
-    guard, (images, _) = painted.guard("undefended"), painted.paintings(12)
+    guard, (images, _) = color_network.color_guard("undefended"), color_network.tinted_images(12)
     target = guard.predict(images).label
     climbed = kept([Hidden()], images, target, images, [FAST.attack], Patch(7))
     guessed = kept([Hidden()], images, target, images, [FAST.attack, Colours(tries=20)], Patch(7))
@@ -72,7 +72,7 @@ def test_a_victim_that_hides_its_gradient_falls_to_guesses():
 
 def test_a_certified_guard_beside_keeps_at_least_what_it_certifies():
     certified = srf_guard(side=16)
-    pixels = (pictures(12, 16) * 255).round().to(torch.uint8)
+    pixels = (random_images(12, 16) * 255).round().to(torch.uint8)
     images = StudyImages(pixels, certified.predict(pixels.float() / 255).label, tuple(range(12)))
     bare = LocalGuard(Preprocess(), certified.model, Evidence(low=None), Undefended())
     options = replace(FAST, attack=replace(FAST.attack, steps=4))
@@ -91,7 +91,7 @@ def test_a_refuted_certificate_is_counted():
 
 
 def test_the_command_writes_a_table_and_a_figure(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
-    model = lively(build("resnet18", classes=10, width=0.1, small_images=True))
+    model = randomize_weights(build("resnet18", classes=10, width=0.1, small_images=True))
     zoo.save(LocalGuard(Preprocess(), model, Evidence(low=None), Undefended()), tmp_path / "thin.safetensors")
     options = ["--data", "sample", "--limit", "4", "--steps", "2", "--locations", "1", "--device", "cpu"]
     arguments = ["--model", str(tmp_path / "thin.safetensors"), *options, "--out", str(tmp_path / "out")]

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.tiny import ANY_MASKS, lively, srf_guard
+from helpers.small_guards import ANY_MASKS, randomize_weights, srf_guard
 
 from patchguard.defenses import CellMasking, ClippedSum, DoubleMasking, MajorityVote, RobustMasking, TrimmedMean
 from patchguard.defenses.evidence import Evidence
@@ -53,7 +53,7 @@ def cells() -> Maps:
 
 @pytest.fixture(scope="module")
 def bands() -> Maps:
-    model = lively(build("ds_resnet18", classes=3, width=0.05))
+    model = randomize_weights(build("ds_resnet18", classes=3, width=0.05))
     return maps_of(LocalGuard(Preprocess(), model, Evidence(kind="confidence"), RobustMasking(masks=ANY_MASKS)), 32)
 
 

@@ -9,7 +9,7 @@ import pytest
 from patchguard.paper import EXPERIMENTS
 from patchguard.runs import metrics
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")

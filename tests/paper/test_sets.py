@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.tiny import ANY_MASKS, lively
+from helpers.small_guards import ANY_MASKS, randomize_weights
 from PIL import Image
 
 from patchguard.data.classes import CATS_VS_DOGS, FLOWERS
@@ -136,11 +136,11 @@ def test_imagenet_experiments_run_on_a_folder_of_a_thousand_classes(
     imagenet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context = Context(data_root=imagenet, cache=tmp_path, limit=6)
-    bagnet = lively(build("bagnet17", classes=1000, width=0.02))
+    bagnet = randomize_weights(build("bagnet17", classes=1000, width=0.02))
     masks = RobustMasking(masks=ANY_MASKS)
     side = 120  # 13 x 13 cells
     put(context, "paper_imagenet_bn17_provable", LocalGuard(Preprocess(), bagnet, Evidence(low=0.0), masks), side)
-    residual = lively(build("resnet50", classes=1000, width=0.02))
+    residual = randomize_weights(build("resnet50", classes=1000, width=0.02))
     plain = LocalGuard(Preprocess(), residual, Evidence(low=None), Undefended())
     put(context, "paper_imagenet_resnet50", plain, side)
     monkeypatch.setattr(occlusion, "SIDE", 64)
@@ -167,7 +167,7 @@ def test_imagenet_experiments_run_on_a_folder_of_a_thousand_classes(
 def test_a_block_lies_where_the_evidence_is(tmp_path: Path) -> None:
     paint(tmp_path / "flower_photos", FLOWERS, each=5, side=24)
     context = Context(data_root=tmp_path, cache=tmp_path / "cache")
-    model = lively(build("srf", classes=5, field=5, widths=[8, 8]))
+    model = randomize_weights(build("srf", classes=5, field=5, widths=[8, 8]))
     guard = LocalGuard(Preprocess(), model, Evidence(low=0.0), RobustMasking(masks=ANY_MASKS), FLOWERS)
     put(context, "mine", guard, 24)
     maps = context.maps("mine", "flowers")
@@ -178,7 +178,7 @@ def test_a_block_lies_where_the_evidence_is(tmp_path: Path) -> None:
     logits = torch.from_numpy(np.array(maps.local_logits)).float().clamp(min=0)
     for image, (top, left) in enumerate(corners.tolist()):
         evidence = logits[image, int(maps.targets[image])]
-        under = float(evidence[torch.from_numpy(field.touched((top, left, 6, 6)))].sum())
+        under = float(evidence[torch.from_numpy(field.touched_cells((top, left, 6, 6)))].sum())
         heaviest = max(float(evidence[a:b, c:d].sum()) for a, b, c, d in windows.boxes.tolist())
         assert under == pytest.approx(heaviest, rel=1e-3)
     images = torch.zeros(1, 3, 24, 24)

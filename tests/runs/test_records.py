@@ -11,7 +11,7 @@ from patchguard.errors import InputError
 from patchguard.runs.records import Folder
 from patchguard.runs.summary import CertifySummary, Run
 
-RUN = Run(settings={"patches": ["5x5"], "shards": 1})
+RUN = Run(settings={"patches": ["5x5"], "rule": {}, "shards": 1})
 HERE = {"patchguard": "1.0", "torch": "2.0", "python": "3"}
 
 
@@ -143,7 +143,7 @@ def test_the_same_settings_go_on_and_others_are_refused_with_what_differs(folder
         folder.begin(RUN)
         folder.begin(replace(RUN, settings={**RUN.settings, "shards": 4}))
         with pytest.raises(InputError, match=r'patches \["5x5"\], not \["3x3"\]. Give another --out'):
-            folder.begin(replace(RUN, settings={"patches": ["3x3"], "shards": 1}))
+            folder.begin(replace(RUN, settings={**RUN.settings, "patches": ["3x3"]}))
 
 
 def test_other_versions_are_refused_with_a_choice_and_mixed_ones_are_kept(folder):

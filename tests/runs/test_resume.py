@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import brightness
+from helpers import threshold_guard
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -34,10 +34,10 @@ def read_once():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    return brightness.save(tmp_path_factory.mktemp("model") / "brightness.safetensors")
+    return threshold_guard.save_guard(tmp_path_factory.mktemp("model") / "brightness.safetensors")
 
 
-def draw(path: Path, grey: int, side: int = brightness.SIDE) -> None:
+def draw(path: Path, grey: int, side: int = threshold_guard.SIDE) -> None:
     """Write a picture whose file has the same size whatever it shows."""
     Image.fromarray(np.full((side, side, 3), grey, np.uint8)).save(path, "BMP")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.tiny import lively, pictures
+from helpers.small_guards import random_images, randomize_weights
 
 from patchguard.defenses import Undefended
 from patchguard.defenses.evidence import Evidence
@@ -12,7 +12,7 @@ from patchguard.errors import InputError
 from patchguard.geometry.preprocess import Preprocess
 from patchguard.guards.local import LocalGuard
 from patchguard.models import build
-from patchguard.models.bagnet import from_resnet50
+from patchguard.models.bagnet import convert_resnet50_state
 from patchguard.storage import zoo
 from patchguard.training.initial import start_from, teacher_of
 
@@ -35,7 +35,7 @@ def fresh(classes: int = 3, field: int = 5, widths: tuple[int, ...] = (8, 8)) ->
 
 
 def save(folder: Path, guard: LocalGuard, name: str = "trained") -> LocalGuard:
-    lively(guard.model)
+    randomize_weights(guard.model)
     zoo.save(guard, folder / f"{name}.safetensors")
     return guard
 
@@ -80,7 +80,7 @@ def test_a_bagnet_takes_the_summed_kernels_of_a_resnet50(folder: Path, classes: 
     bagnet = undefended("bagnet9", classes=classes, width=0.02)
     bagnet.model.fc.weight.data.fill_(7.0)
     start_from(bagnet, "residual")
-    expected = from_resnet50(residual.model.backbone.state_dict(), field=9)
+    expected = convert_resnet50_state(residual.model.backbone.state_dict(), field=9)
     for name, tensor in weights(bagnet).items():
         if name not in LAST or classes == 4:
             assert torch.equal(tensor, expected[name]), name
@@ -99,7 +99,7 @@ def test_a_teacher_answers_as_it_was_saved_and_learns_nothing(folder: Path) -> N
     teacher = teacher_of("trained", fresh(), CPU)
     assert not teacher.model.training
     assert not any(parameter.requires_grad for parameter in teacher.model.parameters())
-    images = pictures(3, 16)
+    images = random_images(3, 16)
     assert torch.equal(teacher.predict(images).label, trained.predict(images).label)
     torch.testing.assert_close(teacher.local_logits(images), trained.local_logits(images))
 

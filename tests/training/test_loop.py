@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.stripes import recipe, stripes
+from helpers.stripe_dataset import recipe, stripes
 
 from patchguard.data.datasets import hold_out
 from patchguard.errors import InputError

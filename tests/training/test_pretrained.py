@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from patchguard.errors import InputError
 from patchguard.models import build
-from patchguard.models.bagnet import from_resnet50
+from patchguard.models.bagnet import convert_resnet50_state
 from patchguard.models.resnet import LocalResNet
 from patchguard.storage import zoo
 from patchguard.training.initial import start_from
@@ -76,7 +76,7 @@ def test_on_an_image_of_one_colour_a_bagnet_says_what_resnet_says_far_from_the_b
     trained: LocalResNet, field: int
 ) -> None:
     bagnet = build(f"bagnet{field}", width=WIDTH).eval()
-    bagnet.load_state_dict(from_resnet50(trained.backbone.state_dict(), field=field))
+    bagnet.load_state_dict(convert_resnet50_state(trained.backbone.state_dict(), field=field))
     colour = torch.tensor([0.2, 0.5, 0.9]).view(1, 3, 1, 1)
     with torch.no_grad():
         expected = trained(colour.expand(1, 3, 768, 768))[0, :, 12, 12]  # its field of 483 pixels lies inside
@@ -88,7 +88,7 @@ def test_on_an_image_of_one_colour_a_bagnet_says_what_resnet_says_far_from_the_b
 def test_a_resnet_for_small_images_has_no_such_stem() -> None:
     small = build("resnet50", width=WIDTH, small_images=True)
     with pytest.raises(InputError, match="7 x 7"):
-        from_resnet50(small.backbone.state_dict())
+        convert_resnet50_state(small.backbone.state_dict())
 
 
 def test_a_bagnet_starts_from_a_resnet_and_draws_other_classes_anew(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.stripes import folder, folder_options
+from helpers.stripe_dataset import folder, folder_options
 from safetensors.torch import load_file
 
 import patchguard
@@ -25,7 +25,7 @@ def ran(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_step_of_two_processes_is_that_of_one(tmp_path: Path) -> None:
-    script, path = str(TESTS / "helpers" / "shared_step.py"), str(tmp_path / "state")
+    script, path = str(TESTS / "helpers" / "ddp_step.py"), str(tmp_path / "state")
     alone = ran(sys.executable, script, f"{path}.alone")
     together = ran(*TORCHRUN, script, path)
     assert (alone.returncode, together.returncode) == (0, 0), alone.stderr + together.stderr

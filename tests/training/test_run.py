@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.stripes import folder, recipe, stripes
+from helpers.stripe_dataset import folder, recipe, stripes
 
 from patchguard import runtime
 from patchguard.data import cifar10, datasets
@@ -163,7 +163,7 @@ def test_kernels_that_repeat_are_asked_for_before_the_run(
     striped: Splits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(runtime, "deterministic", lambda: asked.append("deterministic"))
+    monkeypatch.setattr(runtime, "use_deterministic_kernels", lambda: asked.append("deterministic"))
     monkeypatch.setattr(run, "_train", lambda *_: asked.append("train"))
     run.train(options(tmp_path))
     assert asked == ["train"]

@@ -138,7 +138,8 @@ def _show(outcome: "Outcome[CertifySummary]", job: "Job", folder: Path, as_json:
     settings, seconds = summary.settings, summary.seconds
     output.print(
         f"{shown(settings.model)} on {shown(settings.data)}: {summary.images:,} images, "
-        f"{settings.defense} of {settings.rule['evidence']['kind']}"
+        f"{settings.defense}"
+        + (f" of {settings.rule['evidence']['kind']}" if "evidence" in settings.rule else "")
         + (f", tau {settings.rule['tau']:g}" if settings.rule.get("tau") else "")
         + (f", label among the best {settings.top_k}" if settings.top_k > 1 else ""),
         soft_wrap=True,

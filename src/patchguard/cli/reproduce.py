@@ -66,7 +66,7 @@ def reproduce(
     context = Context(
         data_root=data_root,
         cache=cache,
-        device=runtime.choose_device(device),
+        device=runtime.resolve_device(device),
         limit=limit,
         batch_size=batch_size,
         seed=seed,

@@ -2,8 +2,10 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
 from numbers import Integral
-from typing import ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Float, Int, Int64
@@ -27,10 +29,16 @@ class Defense(ABC, Generic[Proof]):
     """A secure aggregation: a rule (`predict`) and a proof about that rule (`certify`).
 
     Both take an `EvidenceMap`, or local logits (batch, classes, rows, columns) that `default_evidence` turns into one.
+    What differs between defenses is said here, by class attributes and methods; nobody else asks for their class.
     """
 
     default_evidence: ClassVar[Evidence]
     largest_top_k: ClassVar[int | None] = None  # None: any k below the number of classes
+    detects: ClassVar[bool] = False  # whether it answers a label or an alert: certificates are `DetectionCertificate`s
+    defends: ClassVar[bool] = True  # False: a baseline that certifies nothing
+    checkable: ClassVar[bool] = False  # whether verify.py recomputes its certificates
+
+    # -- the two verbs -------------------------------------------------------------------------------------------------
 
     def predict(self, evidence: LocalEvidence) -> Prediction:
         """Return the defended label of each image."""
@@ -48,7 +56,7 @@ class Defense(ABC, Generic[Proof]):
         `label=None` certifies the defended prediction, otherwise the given class: a positive margin then implies that
         it is the defended prediction. With `top_k > 1` the statement is that the label stays among the k best.
         """
-        chosen_labels = None if label is None else self._given(label, evidence)
+        chosen_labels = None if label is None else self.validate_labels(label, evidence)
         answers = []
         first = 0
         for part in self._parts(evidence):
@@ -58,26 +66,26 @@ class Defense(ABC, Generic[Proof]):
                     f"evidence must be finite to be certified; image {bad} of the batch holds NaN or infinity. "
                     "Nothing was certified; `predict` still answers."
                 )
-            self.check_question(part, windows, top_k)
+            self.validate(part, windows, top_k)
             here = slice(first, first + len(part))
             chosen = self._label(part) if chosen_labels is None else chosen_labels[here].to(part.values.device)
             answers.append(self._certify(part, windows, chosen, top_k))
             first += len(part)
         return concatenate(answers)
 
-    def check_question(self, evidence: EvidenceMap, windows: Windows, top_k: int) -> None:
+    def validate(self, evidence: EvidenceMap, windows: Windows, top_k: int) -> None:
         """Raise where `certify` would refuse such a question, whatever the evidence says."""
-        self._admit(evidence)
-        self._check_windows(evidence, windows, top_k)
-        self.check(evidence, windows)
+        self.validate_evidence(evidence)
+        self._validate_query(evidence, windows, top_k)
+        self.validate_windows(evidence, windows)
 
-    def check(self, evidence: EvidenceMap, windows: Windows) -> None:
+    def validate_windows(self, evidence: EvidenceMap, windows: Windows) -> None:
         """Raise where this defense cannot certify anything for such evidence and windows."""
 
     def accepts(self, evidence: EvidenceMap, windows: Windows) -> bool:
-        """Whether `check` lets such evidence and windows pass."""
+        """Whether `validate_windows` lets such evidence and windows pass."""
         try:
-            self.check(evidence, windows)
+            self.validate_windows(evidence, windows)
         except InputError:
             return False
         return True
@@ -85,6 +93,58 @@ class Defense(ABC, Generic[Proof]):
     def exact(self, evidence: EvidenceMap, windows: Windows) -> bool:
         """Whether a negative margin (top 1, no drift) always comes with contents that change the label."""
         return True
+
+    # -- masks and settings --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def fitted(cls, windows: Windows) -> "Defense[Any]":
+        """Return this defense with its default settings, made to withstand an attack on any of the windows."""
+        return cls()
+
+    def fit_to(self, windows: Windows) -> "Defense[Proof]":
+        """Return the defense with masks, or a number of cells set aside, that just withstand attacks on the windows.
+
+        A defense without such settings stays as it is.
+        """
+        return self
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """The grid of cells that the masks are made for; None fits any."""
+        return None
+
+    def with_threshold(self, threshold: Fraction) -> "Defense[Proof]":
+        """Return the defense with another detection threshold."""
+        raise InputError(f"`--threshold` belongs to RobustMasking; got {type(self).__name__}. Leave it out.")
+
+    def with_tau(self, tau: float | None, *, new_units: bool) -> "Defense[Proof]":
+        """Return the defense with another `tau`; None keeps it, unless evidence changes its units."""
+        if tau is not None:
+            raise InputError(
+                f"`--tau` belongs to DoubleMasking and MaskedAgreement; got {type(self).__name__}. Leave it out."
+            )
+        return self
+
+    def settings(self) -> dict[str, Any]:
+        """Return what a report says about the defense, in JSON values."""
+        threshold, tau = (getattr(self, name, None) for name in ("threshold", "tau"))
+        return {
+            "defense": type(self).__name__,
+            "threshold": None if threshold is None else str(threshold),
+            "tau": tau or None,  # 0 is none
+            "detects": self.detects,
+            "defends": self.defends,
+        }
+
+    def margin_unit(self, scale: int) -> int:
+        """Return the denominator of margins: they are whole multiples of one over it."""
+        return scale
+
+    def hidden_window(self, evidence: EvidenceMap, label: int) -> tuple[int, int, int, int] | None:
+        """Return the one window (top, bottom, left, right) that the rule hides of a class, for the first image."""
+        return None
+
+    # -- what a subclass writes ----------------------------------------------------------------------------------------
 
     @abstractmethod
     def _predict(self, evidence: EvidenceMap) -> Prediction: ...
@@ -94,7 +154,7 @@ class Defense(ABC, Generic[Proof]):
         self, evidence: EvidenceMap, windows: Windows, label: Int64[Tensor, " batch"], top_k: int
     ) -> Proof: ...
 
-    def _admit(self, evidence: EvidenceMap) -> None:
+    def validate_evidence(self, evidence: EvidenceMap) -> None:
         """Raise where the rule itself is not defined for such evidence."""
 
     def _label(self, evidence: EvidenceMap) -> Int64[Tensor, " batch"]:
@@ -115,10 +175,10 @@ class Defense(ABC, Generic[Proof]):
         for first in range(0, shape[0], some):
             part = evidence[first : first + some]
             admitted = part if isinstance(part, EvidenceMap) else self.default_evidence(part)
-            self._admit(admitted)
+            self.validate_evidence(admitted)
             yield admitted
 
-    def _check_windows(self, evidence: EvidenceMap, windows: Windows, top_k: int) -> None:
+    def _validate_query(self, evidence: EvidenceMap, windows: Windows, top_k: int) -> None:
         if windows.grid != evidence.grid:
             raise InputError(
                 f"`windows` must lie on the evidence's grid of {evidence.grid[0]} x {evidence.grid[1]} cells; "
@@ -132,7 +192,8 @@ class Defense(ABC, Generic[Proof]):
         if self.largest_top_k is not None and top_k > self.largest_top_k:
             raise InputError(f"{type(self).__name__} has no certificate for the top {top_k}; use `top_k=1`.")
 
-    def _given(self, label: Tensor | int, evidence: LocalEvidence) -> Tensor:
+    def validate_labels(self, label: Tensor | int, evidence: LocalEvidence) -> Tensor:
+        """Return one class number per image; raise unless that is what was given."""
         count, classes = len(evidence), evidence.shape[1] if isinstance(evidence, Tensor) else evidence.classes
         if isinstance(label, Integral) and not isinstance(label, bool):
             label = torch.full((count,), int(label))
@@ -145,7 +206,32 @@ class Defense(ABC, Generic[Proof]):
         return label.long()
 
 
-def check_masks(masks: Windows, evidence: EvidenceMap) -> None:
+class MaskedDefense(Defense[Proof]):
+    """A defense whose rule hides the cells of `masks`: a frozen dataclass with that field."""
+
+    masks: Windows
+    checkable: ClassVar[bool] = True
+
+    @classmethod
+    def fitted(cls, windows: Windows) -> "Defense[Any]":
+        """Return this defense with its default settings and the windows as masks."""
+        made: Any = cls
+        defense: Defense[Any] = made(masks=windows)
+        return defense
+
+    def fit_to(self, windows: Windows) -> "Defense[Proof]":
+        """Return the defense with the windows as masks."""
+        settings: Any = self
+        defense: Defense[Proof] = replace(settings, masks=windows)
+        return defense
+
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """The grid of the masks."""
+        return self.masks.grid
+
+
+def validate_masks(masks: Windows, evidence: EvidenceMap) -> None:
     """Raise unless the masks lie on the evidence's grid."""
     if masks.grid != evidence.grid:
         raise InputError(
@@ -154,16 +240,16 @@ def check_masks(masks: Windows, evidence: EvidenceMap) -> None:
         )
 
 
-def check_covered(masks: Windows, windows: Windows, *, otherwise: str = "") -> None:
+def require_cover(masks: Windows, windows: Windows, *, otherwise: str = "") -> None:
     """Raise where some region lies in no mask; `otherwise` adds what else would help."""
     if not masks.cover(windows):
         raise InputError(
             "some window lies in no mask, so an attack there has no limit and nothing can be certified. "
-            f"Use masks at least as large as the windows (`Guard.for_patch`){otherwise}."
+            f"Use masks at least as large as the windows (`guard.for_patch`){otherwise}."
         )
 
 
-def check_tau(tau: float) -> None:
+def validate_tau(tau: float) -> None:
     """Raise unless a lead of more than `tau` can be asked for: less than 0 asks for none."""
     if isinstance(tau, bool) or not 0 <= tau <= LARGEST_TAU:
         raise InputError(f"`tau` must lie between 0 and {LARGEST_TAU:.0f}; got {tau}.")

@@ -1,6 +1,6 @@
 """Cell masking: hide, class by class, the strongest cells, wherever they lie."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 from jaxtyping import Int64
@@ -36,6 +36,15 @@ class CellMasking(Defense[Certificate]):
         if isinstance(self.cells, bool) or not isinstance(self.cells, int) or self.cells < 0:
             raise InputError(f"`cells` must be a whole number of at least 0; got {self.cells!r}.")
 
+    @classmethod
+    def fitted(cls, windows: Windows) -> "CellMasking":
+        """Mask as many cells as the largest window has."""
+        return cls(cells=windows.largest_area)
+
+    def fit_to(self, windows: Windows) -> "CellMasking":
+        """Mask as many cells as the largest window has."""
+        return replace(self, cells=windows.largest_area)
+
     def ranks(self, cells: int) -> tuple[int, int]:
         """First and last rank that count, from 1."""
         return 1, cells - self.cells
@@ -44,11 +53,12 @@ class CellMasking(Defense[Certificate]):
         """The spatial certificate is exact."""
         return self.spatial
 
-    def check(self, evidence: EvidenceMap, windows: Windows) -> None:
+    def validate_windows(self, evidence: EvidenceMap, windows: Windows) -> None:
         """Raise where an attack owns more cells than are masked and the evidence is unbounded."""
         check_ranks(evidence, windows, self.ranks(cells_of(evidence)))
 
-    def _admit(self, evidence: EvidenceMap) -> None:
+    def validate_evidence(self, evidence: EvidenceMap) -> None:
+        """Raise where no cell would be left."""
         if self.cells >= cells_of(evidence):
             raise InputError(f"`cells` must leave some of the {cells_of(evidence)} cells; got {self.cells}. Lower it.")
 

@@ -30,12 +30,13 @@ class ClippedSum(Defense[Certificate]):
 
     spatial: bool = True
     default_evidence: ClassVar[Evidence] = Evidence(kind="tanh")
+    checkable: ClassVar[bool] = True
 
     def exact(self, evidence: EvidenceMap, windows: Windows) -> bool:
         """The spatial rule is exact, unless unions of windows are too many and their sum is bounded instead."""
         return self.spatial and enumerable(windows)
 
-    def check(self, evidence: EvidenceMap, windows: Windows) -> None:
+    def validate_windows(self, evidence: EvidenceMap, windows: Windows) -> None:
         """Raise for unbounded evidence: one cell could outweigh all others."""
         check_bounded(evidence)
 

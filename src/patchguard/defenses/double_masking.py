@@ -1,6 +1,6 @@
 """Double masking in feature space: hide one window, then a second one, and see who disagrees."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import torch
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from patchguard.defenses import ties
 from patchguard.defenses.base import (
-    Defense,
+    MaskedDefense,
     boxes_of,
-    check_covered,
-    check_masks,
-    check_tau,
     gather,
+    require_cover,
     select,
     strongest,
     tau_units,
+    validate_masks,
+    validate_tau,
     without,
 )
 from patchguard.defenses.evidence import Evidence, EvidenceMap
@@ -30,7 +30,7 @@ PAIRS = {"cpu": 2**22, "cuda": 2**27}  # entries, cells or masks, that the secon
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class DoubleMasking(Defense[Certificate]):
+class DoubleMasking(MaskedDefense[Certificate]):
     r"""Two rounds of masking; evidence may be signed.
 
     Rule.     l(m, m') = argmax_k S_k(outside m and m'), l(m) = l(m, m)   (ties: smallest k).
@@ -59,18 +59,23 @@ class DoubleMasking(Defense[Certificate]):
     largest_top_k: ClassVar[int | None] = 1
 
     def __post_init__(self) -> None:
-        check_tau(self.tau)
+        validate_tau(self.tau)
+
+    def with_tau(self, tau: float | None, *, new_units: bool) -> "DoubleMasking":
+        """Return the rule with another `tau`; other evidence counts in other units, so that it starts from 0 there."""
+        return replace(self, tau=tau or 0.0) if tau is not None or new_units else self
 
     def exact(self, evidence: EvidenceMap, windows: Windows) -> bool:
         """Sound only: the label may hold though no single mask proves it."""
         return False
 
-    def check(self, evidence: EvidenceMap, windows: Windows) -> None:
+    def validate_windows(self, evidence: EvidenceMap, windows: Windows) -> None:
         """Raise where a window lies in no mask: the theorem needs one, bounded evidence or not."""
-        check_covered(self.masks, windows)
+        require_cover(self.masks, windows)
 
-    def _admit(self, evidence: EvidenceMap) -> None:
-        check_masks(self.masks, evidence)
+    def validate_evidence(self, evidence: EvidenceMap) -> None:
+        """Raise unless the masks lie on the grid."""
+        validate_masks(self.masks, evidence)
 
     def _predict(self, evidence: EvidenceMap) -> Prediction:
         total = evidence.values.sum((2, 3))

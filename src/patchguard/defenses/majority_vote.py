@@ -27,12 +27,14 @@ class MajorityVote(Defense[Certificate]):
 
     spatial: bool = True
     default_evidence: ClassVar[Evidence] = Evidence(kind="vote")
+    checkable: ClassVar[bool] = True
 
     def exact(self, evidence: EvidenceMap, windows: Windows) -> bool:
         """The spatial rule is exact, unless unions of windows are too many and their sum is bounded instead."""
         return self.spatial and enumerable(windows)
 
-    def _admit(self, evidence: EvidenceMap) -> None:
+    def validate_evidence(self, evidence: EvidenceMap) -> None:
+        """Raise unless cells vote."""
         if not evidence.binary:
             raise InputError("a majority vote needs votes; use Evidence(kind='vote') or Evidence(kind='prediction').")
 

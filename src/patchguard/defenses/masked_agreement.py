@@ -1,6 +1,6 @@
 """Masked agreement: keep the plain label, and raise an alert when hiding one window gives another one."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 from jaxtyping import Int64
@@ -8,16 +8,16 @@ from torch import Tensor
 
 from patchguard.defenses import ties
 from patchguard.defenses.base import (
-    Defense,
+    MaskedDefense,
     boxes_of,
-    check_covered,
-    check_masks,
-    check_tau,
     gather,
     prediction,
+    require_cover,
     select,
     strongest,
     tau_units,
+    validate_masks,
+    validate_tau,
 )
 from patchguard.defenses.evidence import Evidence, EvidenceMap
 from patchguard.defenses.window_sums import best_cover, sums
@@ -27,7 +27,7 @@ from patchguard.guard import DetectionCertificate, Prediction
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class MaskedAgreement(Defense[DetectionCertificate]):
+class MaskedAgreement(MaskedDefense[DetectionCertificate]):
     r"""Detect, do not repair.
 
     Rule.     label = argmax_k S_k;  alert iff for some mask v the label outside v differs from it, with
@@ -42,20 +42,27 @@ class MaskedAgreement(Defense[DetectionCertificate]):
     tau: float = 0.0
     default_evidence: ClassVar[Evidence] = Evidence(kind="logits", low=None)
     largest_top_k: ClassVar[int | None] = 1
+    detects: ClassVar[bool] = True
+    checkable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_tau(self.tau)
+        validate_tau(self.tau)
+
+    def with_tau(self, tau: float | None, *, new_units: bool) -> "MaskedAgreement":
+        """Return the rule with another `tau`; other evidence counts in other units, so that it starts from 0 there."""
+        return replace(self, tau=tau or 0.0) if tau is not None or new_units else self
 
     def exact(self, evidence: EvidenceMap, windows: Windows) -> bool:
         """Sound: another mask may raise the alert."""
         return False
 
-    def check(self, evidence: EvidenceMap, windows: Windows) -> None:
+    def validate_windows(self, evidence: EvidenceMap, windows: Windows) -> None:
         """Raise where a window lies in no mask: the theorem needs one, bounded evidence or not."""
-        check_covered(self.masks, windows)
+        require_cover(self.masks, windows)
 
-    def _admit(self, evidence: EvidenceMap) -> None:
-        check_masks(self.masks, evidence)
+    def validate_evidence(self, evidence: EvidenceMap) -> None:
+        """Raise unless the masks lie on the grid."""
+        validate_masks(self.masks, evidence)
 
     def _predict(self, evidence: EvidenceMap) -> Prediction:
         total = evidence.values.sum((2, 3))

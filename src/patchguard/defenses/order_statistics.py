@@ -1,6 +1,6 @@
 """Order statistics: score a class by cells of middling evidence, whose ranks an attack can only shift."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
 import numpy as np
@@ -44,7 +44,7 @@ class Median(Defense[Certificate]):
         """The spatial certificate is exact."""
         return self.spatial
 
-    def check(self, evidence: EvidenceMap, windows: Windows) -> None:
+    def validate_windows(self, evidence: EvidenceMap, windows: Windows) -> None:
         """Raise where an attack reaches the counted ranks and the evidence is unbounded."""
         check_ranks(evidence, windows, self.ranks(cells_of(evidence)))
 
@@ -78,6 +78,15 @@ class TrimmedMean(Defense[Certificate]):
         if isinstance(self.trim, bool) or not isinstance(self.trim, int) or self.trim < 0:
             raise InputError(f"`trim` must be a whole number of at least 0; got {self.trim!r}.")
 
+    @classmethod
+    def fitted(cls, windows: Windows) -> "TrimmedMean":
+        """Drop as many cells on each side as the largest window has."""
+        return cls(trim=windows.largest_area)
+
+    def fit_to(self, windows: Windows) -> "TrimmedMean":
+        """Drop as many cells on each side as the largest window has."""
+        return replace(self, trim=windows.largest_area)
+
     def ranks(self, cells: int) -> tuple[int, int]:
         """First and last rank that count, from 1."""
         return self.trim + 1, cells - self.trim
@@ -86,11 +95,12 @@ class TrimmedMean(Defense[Certificate]):
         """The spatial certificate is exact."""
         return self.spatial
 
-    def check(self, evidence: EvidenceMap, windows: Windows) -> None:
+    def validate_windows(self, evidence: EvidenceMap, windows: Windows) -> None:
         """Raise where an attack reaches the counted ranks and the evidence is unbounded."""
         check_ranks(evidence, windows, self.ranks(cells_of(evidence)))
 
-    def _admit(self, evidence: EvidenceMap) -> None:
+    def validate_evidence(self, evidence: EvidenceMap) -> None:
+        """Raise where no cell would be left."""
         if 2 * self.trim >= cells_of(evidence):
             raise InputError(
                 f"`trim` must leave some of the {cells_of(evidence)} cells; got {self.trim} on each side. Lower it."

@@ -1,6 +1,6 @@
 """Robust masking: hide, class by class, the window with the most evidence (Algorithms 1 and 2 of the paper)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar, final
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from patchguard.defenses import ties
 from patchguard.defenses.base import (
-    Defense,
-    check_covered,
-    check_masks,
+    MaskedDefense,
     contenders,
     gather,
     prediction,
+    require_cover,
     select,
     strongest,
+    validate_masks,
     worst_case,
 )
 from patchguard.defenses.evidence import Evidence, EvidenceMap
@@ -32,7 +32,7 @@ FEW = 16  # classes that are all compared without sorting out those that cannot 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class RobustMasking(Defense[Certificate]):
+class RobustMasking(MaskedDefense[Certificate]):
     r"""Mask the heaviest window of each class, if it holds more than the share T of that class's evidence.
 
     Rule.     S_k = sum_i u_k(i),  H_k = max_v sum_{i in v} u_k(i)  over the masks v,
@@ -75,17 +75,38 @@ class RobustMasking(Defense[Certificate]):
         exact = Fraction(self.threshold)
         return exact.numerator, exact.denominator
 
+    def with_threshold(self, threshold: Fraction) -> "RobustMasking":
+        """Return the rule with another T."""
+        return replace(self, threshold=threshold)
+
+    def margin_unit(self, scale: int) -> int:
+        """With T = p / q > 0 margins are multiples of 1 / (scale (q - p))."""
+        p, q = self._ratio
+        return scale * max(1, q - p)
+
+    def hidden_window(self, evidence: EvidenceMap, label: int) -> tuple[int, int, int, int] | None:
+        """The heaviest window of the class, where it is masked."""
+        p, q = self._ratio
+        maps = evidence.values[0, label]
+        hidden = sums(maps[None], self.masks)[0]
+        heaviest_one = int(torch.argmax(hidden))
+        if q * int(hidden[heaviest_one]) <= p * int(maps.sum()):
+            return None
+        top, bottom, left, right = self.masks.boxes[heaviest_one].tolist()
+        return top, bottom, left, right
+
     def exact(self, evidence: EvidenceMap, windows: Windows) -> bool:
         """T = 0: both bounds are attained together. T > 0: each is sound, the pair may not be attained."""
         return self.threshold == 0
 
-    def check(self, evidence: EvidenceMap, windows: Windows) -> None:
+    def validate_windows(self, evidence: EvidenceMap, windows: Windows) -> None:
         """Raise where a window is not covered and the evidence is unbounded."""
         if not evidence.bounded:
-            check_covered(self.masks, windows, otherwise=", or bound the evidence (`high`)")
+            require_cover(self.masks, windows, otherwise=", or bound the evidence (`high`)")
 
-    def _admit(self, evidence: EvidenceMap) -> None:
-        check_masks(self.masks, evidence)
+    def validate_evidence(self, evidence: EvidenceMap) -> None:
+        """Raise unless the masks lie on the grid and evidence is clipped at 0."""
+        validate_masks(self.masks, evidence)
         if evidence.low != 0:
             raise InputError(
                 f"robust masking needs evidence clipped at 0; got a floor of {evidence.low / evidence.scale:.6g}. "
@@ -120,18 +141,16 @@ class RobustMasking(Defense[Certificate]):
     def _certify(
         self, evidence: EvidenceMap, windows: Windows, label: Int64[Tensor, " batch"], top_k: int
     ) -> Certificate:
-        p, q = self._ratio
+        p, _ = self._ratio
         lower = self._lower(evidence, windows, label)
         rivals = self._rivals(evidence, windows, label, top_k)
         maps = gather(evidence.upper, rivals)
         defended = self._defended(maps, evidence, windows)
-        unit = evidence.scale
         if p == 0:
             margins = lower.unsqueeze(1) - defended
         else:
             margins = self._margins(lower, defended, maps, gather(evidence.lower, rivals), evidence, windows)
-            unit *= max(1, q - p)
-        return worst_case(margins, rivals, label, windows, unit, top_k)
+        return worst_case(margins, rivals, label, windows, self.margin_unit(evidence.scale), top_k)
 
     def _rivals(
         self, evidence: EvidenceMap, windows: Windows, label: Tensor, top_k: int

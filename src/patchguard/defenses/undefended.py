@@ -27,6 +27,7 @@ class Undefended(Defense[Certificate]):
 
     mean: bool = False
     default_evidence: ClassVar[Evidence] = Evidence(kind="logits", low=None)
+    defends: ClassVar[bool] = False
 
     def exact(self, evidence: EvidenceMap, windows: Windows) -> bool:
         """Margins are minus infinity whether or not an attack exists."""

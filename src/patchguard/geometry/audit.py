@@ -12,7 +12,7 @@ from torch import Tensor
 from patchguard.errors import InputError
 from patchguard.geometry.field import Axis, Field
 from patchguard.patch import Patch
-from patchguard.runtime import evaluating, placement
+from patchguard.runtime import device_and_dtype, eval_mode
 
 # An irregular axis has no stride to take residues of: beyond this many positions, a random choice of them is
 # tried.
@@ -85,7 +85,7 @@ def audit(
         raise InputError(f"`image` must have the field's {height} x {width} pixels; got {tuple(image.shape)}.")
     if not tolerance >= 0 or batch < 1:
         raise InputError(f"`tolerance` must be at least 0 and `batch` at least 1; got {tolerance} and {batch}.")
-    device, dtype = placement(module) if image is None else (image.device, image.dtype)
+    device, dtype = device_and_dtype(module) if image is None else (image.device, image.dtype)
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(3, height, width, generator=generator)
     usual = noise if image is None else image.cpu().float()
@@ -102,7 +102,7 @@ def audit(
     trials = moved = 0
     drift = 0.0
     leaks: list[Leak] = []
-    with evaluating(module):
+    with eval_mode(module):
         for background, content in scenes:
             clean = background.to(device, dtype).expand(batch, -1, -1, -1).contiguous()
             expected = _cells(module, clean, field)
@@ -111,7 +111,7 @@ def audit(
                 changed = clean.clone()
                 changed[: len(boxes)] = rewritten.to(device, dtype)
                 change = _change(_cells(module, changed, field), expected)[: len(boxes)].cpu().numpy()
-                inside = np.stack([field.touched(box) for box in boxes])
+                inside = np.stack([field.touched_cells(box) for box in boxes])
                 moved += int(np.count_nonzero(change[inside]))
                 change[inside] = 0
                 drift = max(drift, float(change.max()))

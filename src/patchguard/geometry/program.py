@@ -21,7 +21,7 @@ from torch.export import Dim, ExportedProgram
 from patchguard.errors import InputError, NoFieldError
 from patchguard.geometry.field import Field
 from patchguard.geometry.trace import derive_field
-from patchguard.runtime import LARGEST_BATCH, evaluating, full_precision, placement, quiet
+from patchguard.runtime import LARGEST_BATCH, device_and_dtype, eval_mode, full_precision, ignore_dependency_warnings
 
 _EXAMPLES = 3  # images that the module and its program are compared on, in batches of one, two and three
 
@@ -40,7 +40,7 @@ class Program:
 
     def __call__(self, pixels: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch classes rows columns"]:
         """Return the local logits, computed the way that certificates are about: see `full_precision`."""
-        device, dtype = placement(self.graph)
+        device, dtype = device_and_dtype(self.graph)
         with full_precision(device):
             local_logits: Tensor = self.graph(arrange(pixels.to(device, dtype)))
         return local_logits
@@ -70,7 +70,7 @@ def export_program(module: nn.Module, size: tuple[int, int], *, channels: int = 
         raise InputError(f"`size` must be at least 1 x 1 pixel; got {height} x {width} with {channels} channels.")
     with torch.inference_mode(False):  # a graph cannot be exported from inference tensors
         known = _programs.setdefault(module, {})
-        key = (height, width, channels, *placement(module), _structure(module))
+        key = (height, width, channels, *device_and_dtype(module), _structure(module))
         program = known.get(key)
         if program is None:
             try:
@@ -86,7 +86,7 @@ def export_program(module: nn.Module, size: tuple[int, int], *, channels: int = 
     return program
 
 
-def check_function_of_the_image(module: nn.Module, shape: tuple[int, int, int]) -> None:
+def check_per_image_function(module: nn.Module, shape: tuple[int, int, int]) -> None:
     """Refuse a module that visibly computes more than a function of each image; `shape` is that of an image.
 
     For classifiers that a model shows parts of images and that nothing is derived from. It is a test, not a proof.
@@ -97,7 +97,7 @@ def check_function_of_the_image(module: nn.Module, shape: tuple[int, int, int]) 
         _compared[module].add(key)
 
 
-def trace(module: nn.Module, size: tuple[int, int], *, channels: int = 3) -> Field:
+def trace_field(module: nn.Module, size: tuple[int, int], *, channels: int = 3) -> Field:
     """Return which pixels of a `size` = (height, width) image each cell of the output (B, K, U, V) can read.
 
     Theorem.  In evaluation mode and in exact arithmetic, output (b, k, u, v) of `export_program(module, size)` is a
@@ -144,8 +144,15 @@ def _share_tensors(module: nn.Module, graph: nn.Module) -> None:
 
 
 def _export(module: nn.Module, shape: tuple[int, ...]) -> ExportedProgram:
-    device, dtype = placement(module)
-    with evaluating(module), full_precision(device), torch.no_grad(), quiet(), _silent(), _restored_transforms():
+    device, dtype = device_and_dtype(module)
+    with (
+        eval_mode(module),
+        full_precision(device),
+        torch.no_grad(),
+        ignore_dependency_warnings(),
+        _silent(),
+        _restored_transforms(),
+    ):
         # torch.export calls its own deprecated parts; which ones changes with every release.
         example = torch.zeros(shape, device=device, dtype=dtype)
         # The batch is symbolic, so that a graph made for some numbers of images only is refused.
@@ -199,7 +206,7 @@ def _compare(module: nn.Module, reference: Callable[[Tensor], Tensor], shape: tu
 
     Certificates do not rest on this: they are about the program. It tells users whose module is not what was traced.
     """
-    device, dtype = placement(module)
+    device, dtype = device_and_dtype(module)
     noise = torch.rand(_EXAMPLES, *shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     images = arrange(noise)
     calls = [
@@ -209,7 +216,7 @@ def _compare(module: nn.Module, reference: Callable[[Tensor], Tensor], shape: tu
         ("when called again", images[:1]),
         ("for another memory layout", noise[:1].contiguous()),
     ]
-    with evaluating(module), full_precision(device), quiet():
+    with eval_mode(module), full_precision(device), ignore_dependency_warnings():
         expected = reference(images)
         tolerance = torch.finfo(dtype).eps ** 0.5 * max(1.0, expected.abs().nan_to_num(posinf=0.0).max().item())
         for when, batch in calls:

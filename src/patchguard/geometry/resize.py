@@ -56,7 +56,7 @@ def support(matrix: Float64[np.ndarray, "after before"]) -> Axis:
     read = matrix != 0
     low = np.argmax(read, axis=1)
     high = matrix.shape[1] - 1 - np.argmax(read[:, ::-1], axis=1)
-    return Axis.hull(low.astype(np.int64), high.astype(np.int64), matrix.shape[1])
+    return Axis.from_bounds(low.astype(np.int64), high.astype(np.int64), matrix.shape[1])
 
 
 def _bilinear(offsets: Int64[np.ndarray, "after taps"], unit: int) -> Float64[np.ndarray, "after taps"]:

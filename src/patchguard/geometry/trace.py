@@ -264,4 +264,4 @@ def _cells(outputs: Any, height: int, width: int) -> Field:
     if len(words) != 4 or not only_channels(layout.dimensions[1]) or [words[0], *words[2:]] != [wanted[0], *wanted[2:]]:
         raise Refused(f"runs over ({', '.join(words)}) where local logits run over ({', '.join(wanted)})")
     (rows,), (columns,) = layout.dimensions[2:]
-    return Field(Axis.hull(rows.low, rows.high, height), Axis.hull(columns.low, columns.high, width))
+    return Field(Axis.from_bounds(rows.low, rows.high, height), Axis.from_bounds(columns.low, columns.high, width))

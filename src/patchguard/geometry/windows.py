@@ -112,7 +112,7 @@ class Windows:
         pairs = tuple((rows.index((a, b)), columns.index((c, d))) for a, b, c, d in listed)
         return cls(
             grid=grid, rows=tuple(rows), columns=tuple(columns), pairs=pairs, wrap=wrap, count=count
-        ).maybe_product()
+        ).drop_redundant_pairs()
 
     @classmethod
     def reached_by(cls, patch: Patch, field: "Field") -> "Windows":
@@ -133,7 +133,7 @@ class Windows:
             count=patch.count,
         ).maximal()
 
-    def maybe_product(self) -> "Windows":
+    def drop_redundant_pairs(self) -> "Windows":
         """Drop `pairs` where they list every row interval with every column interval in order."""
         full = tuple((i, j) for i in range(len(self.rows)) for j in range(len(self.columns)))
         return replace(self, pairs=None) if self.pairs == full else self
@@ -278,7 +278,7 @@ def _touched(axis: "Axis", length: int) -> tuple[Interval, ...]:
     cells = len(axis.starts)
     found: dict[Interval, None] = {}
     for position in range(axis.size - length + 1):
-        hit = np.flatnonzero(axis.touched(position, length))
+        hit = np.flatnonzero(axis.touched_cells(position, length))
         if hit.size == 0:
             continue
         start, stop = int(hit[0]), int(hit[-1]) + 1

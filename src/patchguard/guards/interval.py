@@ -8,9 +8,9 @@ P.-Y. Chiang, R. Ni, A. Abdelkader, C. Zhu, C. Studer, T. Goldstein, "Certified 
 2020. Statement and proof, rounding included: docs/theory.md, "Interval bounds", in the symbols of this file.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, final
+from typing import Any, ClassVar, TypeAlias, final
 
 import torch
 import torch.nn.functional as F
@@ -20,16 +20,20 @@ from torch import Tensor, nn
 from patchguard.data.images import check_images
 from patchguard.defenses.ties import argmax, argmin
 from patchguard.errors import InputError
-from patchguard.guard import Certificate, Prediction
-from patchguard.guards.interval_network import IntervalCnn
+from patchguard.geometry.preprocess import Preprocess
+from patchguard.guard import Box, Certificate, Guard, Prediction
+from patchguard.guards.identity import compute_digest, describe_model
+from patchguard.models.base import LocalModel
+from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.patch import Patch
-from patchguard.runtime import full_precision, placement
+from patchguard.runtime import device_and_dtype, full_precision
 
 Images: TypeAlias = Float[Tensor, "batch 3 height width"]
 Maps: TypeAlias = Float[Tensor, "_sets _channels _rows _columns"]
 Interval: TypeAlias = tuple[Maps, Maps]  # centre and radius
 Product: TypeAlias = Callable[[nn.Conv2d, Tensor, Tensor], Tensor]
 
+INTERVAL = {"name": "IntervalBounds"}  # in model files, in place of a defense
 PRECISION = torch.float64
 UNDERFLOW = 2.0**-100  # far above what n products can lose to it, far below any margin
 LARGEST_ROUNDING = 0.01  # n v: beyond it the constants of the proof do not hold
@@ -39,7 +43,7 @@ PIXELS_AT_ONCE = {"cpu": 2**17, "cuda": 2**22}
 
 @final
 @dataclass(frozen=True, eq=False)
-class IntervalGuard:
+class IntervalGuard(Guard):
     r"""A network `f` of layers relu(W z + b), and bounds of what it answers for all patched images at once.
 
     Rule.     label = argmax_k f_k(x)   (ties: smallest k), in double precision
@@ -56,6 +60,8 @@ class IntervalGuard:
     Everything is computed on the model's device; answers come back on the device of `images`, which have the pixels
     that the network is made for.
     """
+
+    kind: ClassVar[str] = "interval"
 
     model: IntervalCnn
     class_names: tuple[str, ...] = ()
@@ -77,6 +83,35 @@ class IntervalGuard:
                     "Take fewer channels."
                 )
 
+    @property
+    def classes(self) -> int:
+        """Number of classes of the network."""
+        return self.model.classes
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the network's tensors and settings."""
+        return compute_digest(self.model, self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what makes the answers, besides the network's tensors, as JSON values."""
+        described = describe_model(self.model, self.class_names)
+        return {**described, "preprocess": Preprocess().to_json(), "evidence": None, "defense": INTERVAL}
+
+    def settings(self) -> dict[str, Any]:
+        """Return the rule in JSON values."""
+        return {"guard": self.kind, "defense": INTERVAL["name"], "detects": False, "defends": True}
+
+    def to(self, device: torch.device | str) -> "IntervalGuard":
+        """Move the network to a device."""
+        self.model.to(device)
+        return self
+
+    @classmethod
+    def from_json(cls, model: LocalModel, settings: Mapping[str, Any], class_names: tuple[str, ...]) -> "IntervalGuard":
+        """Return the guard that `to_json` described; refuse any other network."""
+        return cls(model, class_names)  # type: ignore[arg-type]
+
     # -- the two verbs -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -95,10 +130,13 @@ class IntervalGuard:
         return Prediction(label=argmax(joined, 1), scores=joined.double())
 
     @torch.no_grad()
-    def certify(self, images: Images, patch: Patch, label: Int64[Tensor, " batch"] | int | None = None) -> Certificate:
+    def certify(
+        self, images: Images, patch: Patch, label: Int64[Tensor, " batch"] | int | None = None, top_k: int = 1
+    ) -> Certificate:
         """Prove, per image, that no such patch changes the label: the prediction, or the class that is given."""
         device, at_once = self._check(images)
         chosen = self._labels(images, label).to(device)
+        self.validate(patch, images.shape[-2], images.shape[-1], top_k)
         places = positions(patch, self.model.side, self.model.side, device)
         margins: list[Tensor] = []  # of some images each: images, positions
         rivals: list[Tensor] = []
@@ -125,6 +163,25 @@ class IntervalGuard:
     def for_patch(self, patch: Patch, height: int, width: int) -> "IntervalGuard":
         """Return this guard: its rule does not depend on the patch."""
         return self
+
+    def validate(self, patch: Patch, height: int, width: int, top_k: int = 1) -> None:
+        """Raise where bounds are not known: for several patches, the top k, or images of another size."""
+        super().validate(patch, height, width, top_k)
+        self.model.check_size(height, width)
+        positions(patch, height, width)
+
+    def prepare(self, height: int, width: int) -> None:
+        """Raise unless images have the size that the network is made for."""
+        self.model.check_size(height, width)
+
+    def undefended(self, images: Images) -> Int64[Tensor, " batch"]:
+        """Return the label: the rule is the network's own answer, and only the proof is added."""
+        return self.predict(images).label
+
+    def locate(self, patch: Patch, height: int, width: int, weakest: int) -> tuple[Box | None, Box | None]:
+        """Return the position of that number; there are no cells."""
+        top, left = divmod(weakest, width - patch.width + 1)
+        return (top, left, patch.height, patch.width), None
 
     # -- from images to margins ----------------------------------------------------------------------------------------
 
@@ -157,7 +214,7 @@ class IntervalGuard:
         """Check the images; return the device of the network and how many images it takes at once there."""
         check_images(images)
         self.model.check_size(*images.shape[2:])
-        device, _ = placement(self.model)
+        device, _ = device_and_dtype(self.model)
         at_once = PIXELS_AT_ONCE.get(device.type, PIXELS_AT_ONCE["cuda"]) // self.model.side**2
         return device, max(1, at_once)
 

@@ -1,76 +1,95 @@
-"""`Guard`: a classifier that proves its answers. Read this file first.
+"""`LocalGuard`: a network whose cells read small boxes of pixels, and a defense that aggregates what they say.
 
     guard = LocalGuard(preprocess, model, evidence, defense)
-    guard.predict(images).label                    # the defended label
-    guard.certify(images, Patch(5)).certified      # True: no 5 x 5 patch, anywhere, changes that label
 
     images  --preprocess-->  pixels  --model-->  local logits  --evidence-->  whole numbers, per class and cell
                                                                                     |
     patch  --field of preprocess and model-->  windows of cells  --------------->  defense
 
-Each word of this picture is one file: patch, field, windows, evidence, certificate, and the folders models, defenses
-and data. A LocalGuard only puts them together.
+Each word of this picture is one file: geometry/preprocess, models, defenses/evidence, geometry/field, geometry/windows
+and one file per rule in defenses. A guard only puts them together.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Generic, final, overload
+from typing import Any, ClassVar, Generic, final, get_args, overload
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
+from patchguard import verify
 from patchguard.data.images import check_images
+from patchguard.defenses import Undefended
 from patchguard.defenses.base import Defense, Proof
-from patchguard.defenses.evidence import Evidence, EvidenceMap
-from patchguard.errors import InputError, NoFieldError
-from patchguard.geometry.field import Field, compose
+from patchguard.defenses.evidence import Evidence, EvidenceMap, Kind
+from patchguard.defenses.serialization import (
+    DEFENSES,
+    defense_from_json,
+    defense_to_json,
+    evidence_from_json,
+    evidence_to_json,
+)
+from patchguard.errors import InputError, NoFieldError, nearest
+from patchguard.geometry.field import Axis, Field, compose
 from patchguard.geometry.preprocess import Preprocess
 from patchguard.geometry.windows import Windows
-from patchguard.guard import Answer, Certificate, Prediction, concatenate
+from patchguard.guard import (
+    AnyCertificate,
+    Box,
+    Certificate,
+    Claim,
+    Examination,
+    Guard,
+    Images,
+    Picture,
+    Plan,
+    Prediction,
+    Task,
+    bisect_sides,
+    concatenate,
+    move,
+    require_label,
+)
+from patchguard.guards.cell_claims import claim_cells, compare_cells, rule_to_json
+from patchguard.guards.identity import compute_digest, describe_model
 from patchguard.models.base import LocalModel
 from patchguard.patch import Patch
-from patchguard.runtime import LARGEST_BATCH, evaluating, frozen, full_precision, placement
-
-Images = Float[Tensor, "batch 3 height width"]
+from patchguard.runtime import LARGEST_BATCH, device_and_dtype, eval_mode, frozen_parameters, full_precision
 
 # Network pixels that pass through the model at once. A CPU is fastest while activations fit its cache (8 images of
 # 32 x 32, or 1 of 224 x 224); a GPU wants many, within its memory (83 images of 224 x 224).
 PIXELS_AT_ONCE = {"cpu": 2**13, "cuda": 2**22}
+NOT_FINITE = "makes the network give NaN or infinity"
+UNDEFENDED = Undefended()
+ANY_MASKS = Windows.sliding(grid=(1, 1), size=(1, 1))  # until masks are fitted to a patch and a size
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class LocalGuard(Generic[Proof]):
+class LocalGuard(Guard, Generic[Proof]):
     r"""A local model, how its images are prepared, and a defense that aggregates what its cells say.
 
-    Theorem.  Let `certify(images, patch)` give image x the label y and say `certified`. Then `predict` answers y for
-              every image with pixels in [0, 1] that equals x outside `patch.count` rectangles of `patch.height` x
-              `patch.width` source pixels, wherever in the image they lie and whatever they show.
-    Proof.    `predict` runs the exported graph of the network (`program.py`), not the module. A cell reads only the
-              source pixels of its field, which is derived from that graph and the matrices of the resizing. So such
-              an image changes only cells that the patch touches, and these lie in one region of `windows(patch)`.
-              That no contents of such a region change the label is the theorem of the defense, computed in whole
-              numbers.
+    Theorem.  That of `Guard`.
+    Proof.    `predict` runs the exported graph of the network (`geometry/program.py`), not the module. A cell reads
+              only the source pixels of its field, which is derived from that graph and the matrices of the resizing.
+              So a patched image changes only cells that the patch touches, and these lie in one region of
+              `windows(patch)`. That no contents of such a region change the label is the theorem of the defense,
+              computed in whole numbers.
 
-    (With `top_k`: y stays among the k best. A defense that detects proves less: the answer is y or an alert.)
-
-    Two things the theorem does not say:
-
-    * Arithmetic.  Outside the patch, the two runs of the network may differ by rounding (another device, batch size or
-      kernel). A certificate tolerates a change of `evidence.drift` in every such cell, and no more: with drift 0 both
-      runs must give equal numbers there.
-    * Clean images.  A certificate is about the image it was computed on. An image met in the wild may already carry a
-      patch; it can then be certified for the attacker's label.
-
-    The masks of a defense are part of its rule: `certify` keeps them and refuses a patch that they do not cover;
-    `for_patch` returns another guard, with other masks, whose labels may differ. Masks lie on the cells, so they also
-    fix the grid: images of a size that gives other cells are refused.
+    A certificate tolerates a change of `evidence.drift` in every cell outside the patch, and no more: with drift 0 both
+    runs of the network must give equal numbers there. Masks lie on the cells, so they also fix the grid: images of a
+    size that gives other cells are refused.
 
     Everything is computed on the model's device, in its precision, without autocast and TF32 and with the model in
     evaluation mode; answers come back on the device of `images`.
     """
+
+    kind: ClassVar[str] = "cells"
 
     preprocess: Preprocess
     model: LocalModel
@@ -89,13 +108,46 @@ class LocalGuard(Generic[Proof]):
                 f"`class_names` must name the model's {self.model.classes} classes; got {len(self.class_names)} names."
             )
 
+    @property
+    def classes(self) -> int:
+        """Number of classes of the model."""
+        return self.model.classes
+
+    @property
+    def detects(self) -> bool:
+        """Whether the defense raises alerts."""
+        return self.defense.detects
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the model's tensors and of every setting."""
+        return compute_digest(self.model, self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what makes the answers, besides the model's tensors, as JSON values."""
+        return {
+            **describe_model(self.model, self.class_names),
+            "preprocess": self.preprocess.to_json(),
+            "evidence": evidence_to_json(self.evidence),
+            "defense": defense_to_json(self.defense),
+        }
+
+    @classmethod
+    def from_json(
+        cls, model: LocalModel, settings: Mapping[str, Any], class_names: tuple[str, ...]
+    ) -> "LocalGuard[Any]":
+        """Return the guard that `to_json` described; refuse anything else."""
+        preprocess = Preprocess.from_json(settings["preprocess"])
+        evidence, defense = evidence_from_json(settings["evidence"]), defense_from_json(settings["defense"])
+        return cls(preprocess, model, evidence, defense, class_names)
+
     # -- the two verbs -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def predict(self, images: Images) -> Prediction:
         """Return the defended label of each image."""
         answers = [self.defense.predict(self._evidence(part, images)) for part in self._local_logits(images)]
-        return _moved(concatenate(answers), images.device)
+        return move(concatenate(answers), images.device)
 
     @overload
     def certify(
@@ -118,7 +170,7 @@ class LocalGuard(Generic[Proof]):
         `label=None` certifies the defended prediction, otherwise the given class: a positive margin then implies that
         it is the defended prediction. With `top_k > 1` the statement is that the label stays among the k best.
         """
-        patches = _listed(patch)
+        patches = _validate_patches(patch)
         if isinstance(label, Tensor) and tuple(label.shape) != (len(images),):
             raise InputError(
                 f"`label` must be one class number per image; got shape {tuple(label.shape)} for {len(images)} images."
@@ -135,7 +187,7 @@ class LocalGuard(Generic[Proof]):
                 chosen = self.defense.predict(evidence).label
             proofs.append([self.defense.certify(evidence, each, chosen, top_k) for each in windows])
             first += len(evidence)
-        joined = tuple(_moved(concatenate(list(parts)), images.device) for parts in zip(*proofs, strict=True))
+        joined = tuple(move(concatenate(list(parts)), images.device) for parts in zip(*proofs, strict=True))
         return joined[0] if isinstance(patch, Patch) else joined
 
     # -- masks and patches ---------------------------------------------------------------------------------------------
@@ -144,43 +196,201 @@ class LocalGuard(Generic[Proof]):
         """Return the guard whose masks are exactly the windows that `patch` can reach in `height` x `width` images.
 
         Defenses that set aside a number of cells get as many as the largest of these windows has; others stay as they
-        are. This changes the rule: the new LocalGuard may label an image differently.
+        are. This changes the rule: the new guard may label an image differently.
         """
-        return replace(self, defense=_fitted(self.defense, self.windows(patch, height, width)))
+        return replace(self, defense=self.defense.fit_to(self.windows(patch, height, width)))
+
+    def fit_size(self, patch: Patch, height: int, width: int) -> "LocalGuard[Proof]":
+        """Return this guard where its masks lie on the cells of such images, else the one refitted to the patch."""
+        grid = self.field(height, width).grid
+        return self if self.defense.grid in (None, grid) else self.for_patch(patch, height, width)
+
+    def covers(self, patch: Patch, height: int, width: int) -> bool:
+        """Whether the defense accepts the windows of such a patch."""
+        windows = self.windows(patch, height, width)
+        return self.defense.accepts(self._probe(windows.grid), windows)
+
+    def validate(self, patch: Patch, height: int, width: int, top_k: int = 1) -> None:
+        """Raise where `certify` would refuse this patch in images of this size, whatever they show."""
+        windows = self.windows(patch, height, width)
+        self.defense.certify(self._probe(windows.grid), windows, 0, top_k)
+
+    def _probe(self, grid: tuple[int, int]) -> EvidenceMap:
+        """Return evidence of nothing: checks look at its kind and grid alone."""
+        return self.evidence(torch.zeros(1, self.classes, *grid))
 
     @torch.no_grad()
     def largest_certified_patch(self, images: Images) -> Int64[Tensor, " batch"]:
-        """Return the side of the largest square patch that each image is certified against, 0 if there is none.
-
-        The masks stay as they are, and sizes that they do not cover are not tried. Found by bisection on one pass of
-        the network: each side returned was itself certified, and larger ones are not, since a larger patch can do all
-        that a smaller one can. (Only the bounds of robust masking with a threshold above 0 might certify one size and
-        not a smaller one; the side is then still certified, perhaps not the largest.)
-        """
-        sides = [
-            self._largest_sides(self._evidence(part, images), images)
-            for part in self._local_logits(images, proving=True)
-        ]
+        """As `Guard` says, on one pass of the network."""
+        height, width = images.shape[-2:]
+        sides = []
+        for local_logits in self._local_logits(images, proving=True):
+            evidence = self._evidence(local_logits, images)
+            self.defense.validate_windows(evidence, self.windows(Patch(1), height, width))
+            label, limit = self.defense.predict(evidence).label, self.largest_covered_side(height, width)
+            sides.append(self._largest_sides(evidence, label, (height, width), limit))
         return torch.cat(sides).to(images.device)
 
-    def _largest_sides(self, evidence: EvidenceMap, images: Images) -> Int64[Tensor, " some"]:
-        height, width = images.shape[-2:]
-        self.defense.check(evidence, self.windows(Patch(1), height, width))
-        largest, too_large = 1, min(height, width) + 1
-        while too_large - largest > 1:
-            middle = (largest + too_large) // 2
-            accepted = self.defense.accepts(evidence, self.windows(Patch(middle), height, width))
-            largest, too_large = (middle, too_large) if accepted else (largest, middle)
-        label = self.defense.predict(evidence).label
+    def _largest_sides(
+        self,
+        evidence: EvidenceMap,
+        label: Int64[Tensor, " some"],
+        size: tuple[int, int],
+        limit: int,
+        known: dict[int, AnyCertificate] | None = None,
+        top_k: int = 1,
+    ) -> Int64[Tensor, " some"]:
+        """Return the largest certified side of each image; certificates of some sides are `known`."""
+        settled = known or {}
 
         def proves(rows: Tensor, side: int) -> Tensor:
-            windows = self.windows(Patch(side), height, width)
-            proof: object = self.defense.certify(evidence[rows], windows, label[rows])
-            if not isinstance(proof, Certificate):
-                raise InputError("`largest_certified_patch` needs a defense that certifies labels; this one detects.")
-            return proof.certified
+            if side in settled:
+                return require_label(settled[side]).certified[rows]
+            windows = self.windows(Patch(side), *size)
+            return require_label(self.defense.certify(evidence[rows], windows, label[rows], top_k)).certified
 
-        return settled_sides(label, largest, proves)
+        return bisect_sides(label, limit, proves, list(settled))
+
+    # -- runs ----------------------------------------------------------------------------------------------------------
+
+    def prepare(self, height: int, width: int) -> None:
+        """Trace the network for images of this size; raise where it has no field."""
+        self.field(height, width)
+
+    def network_size(self, height: int, width: int) -> tuple[int, int]:
+        """Return the size of such images after preprocessing."""
+        return self.preprocess.output_size(height, width)
+
+    @torch.no_grad()
+    def examine(self, images: Images, plan: Plan) -> Examination:
+        """As `Guard` says, from one pass of the network: every proof is computed from the same evidence."""
+        began = time.perf_counter()
+        local_logits = self.local_logits(images)
+        if local_logits.device.type == "cuda":
+            torch.cuda.synchronize(local_logits.device)
+        seconds = time.perf_counter() - began
+        evidence = self.evidence(local_logits)
+        finite = evidence.finite.tolist()
+        rows = tuple(row for row, good in enumerate(finite) if good)
+        failures = {row: NOT_FINITE for row, good in enumerate(finite) if not good}
+        if failures:
+            chosen = torch.tensor(rows, dtype=torch.int64, device=local_logits.device)
+            evidence, local_logits = evidence[chosen], local_logits[chosen]
+        if not rows:
+            return Examination(rows=(), failures=failures, seconds=seconds)
+        proofs = _Proofs(plan, evidence)
+        return Examination(
+            rows=rows,
+            failures=failures,
+            prediction=proofs.prediction(plan.guard),
+            undefended=self._undefended(local_logits, evidence),
+            certificates=tuple(proofs.certificate(task.guard, task.patch) for task in plan.tasks),
+            curve=tuple(proofs.certificate(guard, Patch(side)) for side, guard in plan.curve),
+            largest=proofs.largest() if plan.largest and not self.detects else None,
+            details=evidence,
+            seconds=seconds,
+        )
+
+    def undefended(self, images: Images) -> Int64[Tensor, " batch"]:
+        """Return what the network alone would say: the class with the largest sum of local logits."""
+        local_logits = self.local_logits(images)
+        return self._undefended(local_logits, self.evidence(local_logits))
+
+    def _undefended(
+        self, local_logits: Float[Tensor, "some classes rows columns"], evidence: EvidenceMap
+    ) -> Int64[Tensor, " some"]:
+        settings = self.evidence
+        plain = (settings.kind, settings.low, settings.high, settings.bits) == ("logits", None, None, 16)
+        return UNDEFENDED.predict(evidence if plain else local_logits).label
+
+    def locate(self, patch: Patch, height: int, width: int, weakest: int) -> tuple[Box | None, Box | None]:
+        """Return a place from which the patch owns the weakest window, and that window."""
+        top, bottom, left, right = self.windows(patch, height, width).boxes[weakest].tolist()
+        field = self.field(height, width)
+        row = _place(field.rows, patch.height, top, bottom)
+        column = _place(field.columns, patch.width, left, right)
+        return (row, column, patch.height, patch.width), (top, bottom, left, right)
+
+    def picture(self, examination: Examination, row: int, task: Task, classes: Sequence[int]) -> Picture:
+        """Return the evidence of some classes, and the window that the rule hides of the first."""
+        evidence: EvidenceMap = examination.details[row : row + 1]
+        maps = tuple((evidence.values[0, each].double() / evidence.scale).float().cpu() for each in classes)
+        defense: Defense[Any] = task.guard.defense if isinstance(task.guard, LocalGuard) else self.defense
+        return Picture(maps, defense.hidden_window(evidence, classes[0]))
+
+    def evidence_arrays(self, examination: Examination, row: int) -> dict[str, Tensor]:
+        """Return the evidence in whole units, and their scale."""
+        evidence: EvidenceMap = examination.details
+        return {"evidence": evidence.values[row].cpu(), "scale": torch.tensor(evidence.scale)}
+
+    # -- certificate files ---------------------------------------------------------------------------------------------
+
+    def claim(
+        self, examination: Examination, row: int, certificate: Certificate, patch: Patch, size: tuple[int, int]
+    ) -> Claim:
+        """Return evidence, field and rule of one image."""
+        evidence: EvidenceMap = examination.details[row : row + 1]
+        # A positive margin implies that the label is the defended one.
+        if not bool(certificate.certified) and int(self.defense.predict(evidence).label) != int(certificate.label):
+            raise InputError("a certificate file must be about the defended label. Certify with `label=None`.")
+        return claim_cells(
+            defense=self.defense,
+            settings=self.evidence,
+            evidence=evidence,
+            certificate=certificate,
+            field=self.field(*size),
+            patch=patch,
+            windows=self.windows(patch, *size),
+            preprocess=self.preprocess,
+        )
+
+    def compare_claim(self, claim: dict[str, Any], array: Any, pixels: UInt8[Tensor, "3 height width"]) -> str | None:
+        """As `compare_cells` says."""
+        if claim["format"] != verify.FORMAT:
+            return "it makes no claim about cells"
+        return compare_cells(claim, array, self, pixels)
+
+    def has_rule_of(self, claim: dict[str, Any]) -> bool:
+        """Whether the defense of a claim is this one, masks included."""
+        return bool(claim["defense"] == rule_to_json(self.defense))
+
+    # -- settings ------------------------------------------------------------------------------------------------------
+
+    def settings(self) -> dict[str, Any]:
+        """Return defense and evidence in JSON values."""
+        return {"guard": self.kind, **self.defense.settings(), "evidence": evidence_to_json(self.evidence)}
+
+    def override(
+        self, *, defense: str = "", evidence: str = "", threshold: str = "", tau: float | None = None
+    ) -> "LocalGuard[Any]":
+        """Return the guard with another aggregation, evidence, threshold or tau; itself where none is given.
+
+        Another defense brings its own kind of evidence; `evidence` names one instead. The drift stays; a tau does not,
+        since it counts units of the model's own evidence. New masks are not yet fitted: `for_patch` does that.
+        """
+        rule: Defense[Any] = _find_defense(defense).fitted(ANY_MASKS) if defense else self.defense
+        if evidence and evidence not in get_args(Kind):
+            raise InputError(f"`--evidence` must be one of {', '.join(get_args(Kind))}; got {evidence!r}.")
+        settings = self.evidence
+        if defense or evidence:
+            usual = rule.default_evidence
+            low = usual.low if usual.kind == "logits" else 0.0
+            settings = Evidence(kind=evidence, low=low if evidence == "logits" else 0.0) if evidence else usual
+            settings = replace(settings, drift=self.evidence.drift)
+        if threshold:
+            rule = rule.with_threshold(_read_fraction(threshold))
+        rule = rule.with_tau(tau, new_units=settings.kind != self.evidence.kind)
+        unchanged = rule is self.defense and settings == self.evidence
+        return self if unchanged else replace(self, defense=rule, evidence=settings)
+
+    def to(self, device: torch.device | str) -> "LocalGuard[Proof]":
+        """Move the model to a device."""
+        self.model.to(device)
+        return self
+
+    def without_preprocess(self) -> "LocalGuard[Proof]":
+        """Return the guard for images that are already preprocessed: patches then live in network pixels."""
+        return replace(self, preprocess=Preprocess())
 
     # -- what lies between images and answers --------------------------------------------------------------------------
 
@@ -203,8 +413,8 @@ class LocalGuard(Generic[Proof]):
         For attacks and saliency, in one piece: the caller chooses how many images fit the memory. Autocast of the
         caller holds for the network, so that gradients may be computed in bfloat16; answers come from `predict`.
         """
-        device, dtype = placement(self.model)
-        with evaluating(self.model), frozen(self.model):
+        device, dtype = device_and_dtype(self.model)
+        with eval_mode(self.model), frozen_parameters(self.model):
             with torch.autocast(device.type, enabled=False):
                 pixels = self.preprocess(images.to(device)).to(dtype)
             if device.type == "cpu" or torch.is_autocast_enabled(device.type):
@@ -217,10 +427,6 @@ class LocalGuard(Generic[Proof]):
         """Return the evidence that the defense decides on."""
         return self.evidence(self.local_logits(images))
 
-    def without_preprocess(self) -> "LocalGuard[Proof]":
-        """Return the LocalGuard for images that are already preprocessed: patches then live in network pixels."""
-        return replace(self, preprocess=Preprocess())
-
     def _local_logits(
         self, images: Images, *, proving: bool = False
     ) -> Iterator[Float[Tensor, "some classes rows columns"]]:
@@ -229,13 +435,13 @@ class LocalGuard(Generic[Proof]):
         A network without a field may answer; for `proving`, it is refused before it runs.
         """
         check_images(images)
-        device, dtype = placement(self.model)
+        device, dtype = device_and_dtype(self.model)
         height, width = self.preprocess.output_size(*images.shape[-2:])
         self.model.check_size(height, width)
         at_once = PIXELS_AT_ONCE.get(device.type, PIXELS_AT_ONCE["cuda"]) // (height * width)
         run = self.model.program(height, width) if proving else self._network(height, width)
         for part in torch.split(images, min(max(1, at_once), LARGEST_BATCH)):
-            with evaluating(self.model), full_precision(device):
+            with eval_mode(self.model), full_precision(device):
                 local_logits = run(self.preprocess(part.to(device)).to(dtype))
             yield local_logits
 
@@ -252,43 +458,54 @@ class LocalGuard(Generic[Proof]):
 
     def _evidence(self, local_logits: Float[Tensor, "some classes rows columns"], images: Images) -> EvidenceMap:
         """Return the evidence of a part of `images`; refuse cells that the masks are not made for."""
-        masks = getattr(self.defense, "masks", None)
-        grid = tuple(local_logits.shape[2:])
-        if isinstance(masks, Windows) and masks.grid != grid:
+        grid, expected = tuple(local_logits.shape[2:]), self.defense.grid
+        if expected not in (None, grid):
             height, width = images.shape[-2:]
             raise InputError(
                 f"`images` of {height} x {width} pixels give {grid[0]} x {grid[1]} cells, but this guard's masks are "
-                f"made for {masks.grid[0]} x {masks.grid[1]}. Resize the images, or refit the masks: "
+                f"made for {expected[0]} x {expected[1]}. Resize the images, or refit the masks: "
                 f"guard.for_patch(patch, {height}, {width})."
             )
         return self.evidence(local_logits)
 
 
-def settled_sides(
-    label: Int64[Tensor, " batch"],
-    limit: int,
-    proves: Callable[[Int64[Tensor, " _some"], int], Bool[Tensor, " _some"]],
-    known: Sequence[int] = (),
-) -> Int64[Tensor, " batch"]:
-    """Return, per image, the largest side up to `limit` for which `proves(images, side)` holds, 0 if for none.
+@final
+class _Proofs:
+    """Predictions and certificates of one batch, each computed once however many entries of a plan ask for it."""
 
-    Found by bisection: a larger patch can do all that a smaller one can. Sides in `known` cost nothing and come first.
-    """
-    sides = torch.zeros_like(label)
+    def __init__(self, plan: Plan, evidence: EvidenceMap) -> None:
+        self.plan, self.evidence = plan, evidence
+        self.predictions: dict[Defense[Any], Prediction] = {}
+        self.certificates: dict[tuple[Defense[Any], Windows], AnyCertificate] = {}
 
-    def search(rows: Tensor, proved: int, limit: int) -> None:
-        """Settle images that are certified for side `proved` and for none above `limit`."""
-        if proved == limit or len(rows) == 0:
-            sides[rows] = proved
-            return
-        free = [side for side in known if proved < side <= limit]
-        side = max(free) if free else (proved + limit + 1) // 2
-        certified = proves(rows, side)
-        search(rows[certified], side, limit)
-        search(rows[~certified], proved, side - 1)
+    def prediction(self, guard: Guard) -> Prediction:
+        defense = _defense_of(guard)
+        if defense not in self.predictions:
+            self.predictions[defense] = defense.predict(self.evidence)
+        return self.predictions[defense]
 
-    search(torch.arange(len(label), device=label.device), 0, limit)
-    return sides
+    def certificate(self, guard: Guard, patch: Patch) -> AnyCertificate:
+        defense = _defense_of(guard)
+        windows = guard.windows(patch, *self.plan.size)  # type: ignore[attr-defined]
+        if (defense, windows) not in self.certificates:
+            label = self.prediction(guard).label
+            self.certificates[defense, windows] = defense.certify(self.evidence, windows, label, self.plan.top_k)
+        return self.certificates[defense, windows]
+
+    def largest(self) -> Int64[Tensor, " some"]:
+        """Return the side of the largest square patch that each image is certified against, masks kept."""
+        guard = self.plan.guard
+        assert isinstance(guard, LocalGuard)
+        own = [task.patch for task in self.plan.tasks if _defense_of(task.guard) == guard.defense]
+        known = {patch.height: self.certificate(guard, patch) for patch in own if patch.height == patch.width}
+        label = self.prediction(guard).label
+        return guard._largest_sides(self.evidence, label, self.plan.size, self.plan.largest, known, self.plan.top_k)
+
+
+def _defense_of(guard: Guard) -> Defense[Any]:
+    assert isinstance(guard, LocalGuard)
+    defense: Defense[Any] = guard.defense
+    return defense
 
 
 @lru_cache(maxsize=256)
@@ -301,22 +518,33 @@ def _reached(patch: Patch, cells: Field, preprocess: Preprocess, height: int, wi
     return Windows.reached_by(patch, _composed(cells, preprocess, height, width))
 
 
-def _fitted(defense: Defense[Proof], windows: Windows) -> Defense[Proof]:
-    """Return the defense with those settings replaced that say how much it masks or sets aside."""
-    sizes: dict[str, Any] = {"masks": windows, "cells": windows.largest_area, "trim": windows.largest_area}
-    settings: Any = defense
-    known = {setting.name for setting in fields(settings)}
-    fitted: Defense[Proof] = replace(settings, **{name: size for name, size in sizes.items() if name in known})
-    return fitted
+@lru_cache(maxsize=4096)
+def _place(axis: Axis, length: int, start: int, stop: int) -> int:
+    """Of the positions that touch the cells start .. stop - 1 and no others, return the middle one."""
+    cells = np.zeros(axis.cells, dtype=bool)
+    cells[np.arange(start, stop) % axis.cells] = True
+    touched = axis.touched_cells_by_position(length)
+    inside = (touched & ~cells).sum(1) == 0
+    score = np.where(inside, (touched & cells).sum(1), -1)
+    best = np.flatnonzero(score == score.max())
+    return int(best[len(best) // 2])
 
 
-def _listed(patch: Patch | Sequence[Patch]) -> list[Patch]:
+def _find_defense(name: str) -> type[Defense[Any]]:
+    if name not in DEFENSES:
+        raise InputError(f"`--defense` must be a known defense; got {name!r}. {nearest(name, [*DEFENSES])}")
+    return DEFENSES[name]
+
+
+def _read_fraction(text: str) -> Fraction:
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise InputError(f"`--threshold` must be a fraction such as 0.2 or 1/5; got {text!r}.") from None
+
+
+def _validate_patches(patch: Patch | Sequence[Patch]) -> list[Patch]:
     patches = [patch] if isinstance(patch, Patch) else list(patch) if isinstance(patch, Sequence) else []
     if not patches or not all(isinstance(each, Patch) for each in patches):
         raise InputError(f"`patch` must be a Patch or a sequence of at least one; got {patch!r}. Write Patch(5).")
     return patches
-
-
-def _moved(answer: Answer, device: torch.device) -> Answer:
-    moved = {name: value.to(device) for name, value in vars(answer).items() if isinstance(value, Tensor)}
-    return replace(answer, **moved)

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from typing import Any
 
 from patchguard.errors import InputError, nearest
-from patchguard.guards.interval_network import interval_cnn
 from patchguard.models.ablation import block_resnet18, ds_resnet18, ds_resnet50
 from patchguard.models.bagnet import bagnet9, bagnet17, bagnet33
 from patchguard.models.base import LocalModel
-from patchguard.models.bridge import wrap
+from patchguard.models.interval_cnn import interval_cnn
 from patchguard.models.resnet import resnet18, resnet50
 from patchguard.models.srf import srf, srf_wide
+from patchguard.models.wrapper import wrap
 
 __all__ = ["REGISTRY", "LocalModel", "build", "wrap"]
 

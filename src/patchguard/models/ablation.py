@@ -15,10 +15,16 @@ from torch import Tensor, nn
 
 from patchguard.errors import InputError
 from patchguard.geometry.field import Axis, Field
-from patchguard.models.bands import Cost, architecture, band_cost, band_logits, memory_format
+from patchguard.models.band_logits import (
+    Cost,
+    compute_band_cost,
+    compute_band_logits,
+    describe_architecture,
+    find_memory_format,
+)
+from patchguard.models.band_plan import COPYING
 from patchguard.models.base import IMAGENET_MEAN, IMAGENET_STD, LocalModel
-from patchguard.models.resnet import ResNet, backbone
-from patchguard.models.strip import COPYING
+from patchguard.models.resnet import ResNet, build_resnet
 
 if TYPE_CHECKING:
     from patchguard.geometry.program import Program
@@ -86,7 +92,9 @@ class Ablation(LocalModel):
         assert isinstance(self.backbone, ResNet)
         columns = self.region == "column"
         starts = (self.field(height, width).columns if columns else self.field(height, width).rows).starts
-        logits = band_logits(self.backbone, _six(normalized), starts, self.band, columns=columns, chunk=self.chunk)
+        logits = compute_band_logits(
+            self.backbone, _six(normalized), starts, self.band, columns=columns, chunk=self.chunk
+        )
         return logits[:, :, None] if columns else logits[..., None]
 
     def plain_logits(
@@ -95,7 +103,7 @@ class Ablation(LocalModel):
         """Return the same with one full-size forward pass of the backbone for every region."""
         height, width = normalized.shape[2:]
         starts = self._starts(height, width).to(normalized.device)
-        layout = memory_format(self.backbone)
+        layout = find_memory_format(self.backbone)
         results: list[Tensor] = []
         for part in torch.split(_six(normalized), self.chunk):
             logits: list[Tensor] = []
@@ -124,7 +132,7 @@ class Ablation(LocalModel):
             return None
         field = self.field(height, width)
         along, across = (field.columns, height) if self.region == "column" else (field.rows, width)
-        return band_cost(architecture(self.backbone), along.size, across, along.starts, self.band)
+        return compute_band_cost(describe_architecture(self.backbone), along.size, across, along.starts, self.band)
 
     def ablate(
         self, images: Float[Tensor, "batch 3 height width"], starts: Int64[Tensor, "batch 2"]
@@ -162,11 +170,11 @@ class Ablation(LocalModel):
     def program(self, height: int, width: int) -> "Program":
         """Return the model itself. Its field needs a backbone that is a function of each image: others are tested."""
         from patchguard.geometry.program import (
-            check_function_of_the_image,  # here, because torch.export is slow to import
+            check_per_image_function,  # here, because torch.export is slow to import
         )
 
         if not isinstance(self.backbone, ResNet):
-            check_function_of_the_image(self.backbone, (6, height, width))
+            check_per_image_function(self.backbone, (6, height, width))
         return super().program(height, width)
 
     def config(self) -> dict[str, Any]:
@@ -231,7 +239,7 @@ def ds_resnet18(
     std: Sequence[float] = NOT_NORMALIZED[1],
 ) -> Ablation:
     """Return DS-ResNet-18: bands over a ResNet-18, by default 4 columns of images of 32 x 32 pixels."""
-    network = backbone(18, classes=classes, in_channels=6, small_images=small_images, width=width)
+    network = build_resnet(18, classes=classes, in_channels=6, small_images=small_images, width=width)
     model = Ablation(network, classes=classes, region=region, band=band, stride=stride, wrap=wrap, mean=mean, std=std)
     model.name = "ds_resnet18"
     model.architecture = {"region": region, "small_images": small_images, "width": width}
@@ -250,7 +258,7 @@ def ds_resnet50(
     std: Sequence[float] = IMAGENET_STD,
 ) -> Ablation:
     """Return DS-ResNet-50: bands over a ResNet-50, by default 25 columns; published for 299 x 299 pixels."""
-    network = backbone(50, classes=classes, in_channels=6, width=width)
+    network = build_resnet(50, classes=classes, in_channels=6, width=width)
     model = Ablation(network, classes=classes, region=region, band=band, stride=stride, wrap=wrap, mean=mean, std=std)
     model.name = "ds_resnet50"
     model.architecture = {"region": region, "width": width}
@@ -269,7 +277,7 @@ def block_resnet18(
     std: Sequence[float] = NOT_NORMALIZED[1],
 ) -> Ablation:
     """Return an ensemble of blocks over a ResNet-18: by default 8 x 8 blocks of 12 x 12 of 32 x 32 pixels."""
-    network = backbone(18, classes=classes, in_channels=6, small_images=small_images, width=width)
+    network = build_resnet(18, classes=classes, in_channels=6, small_images=small_images, width=width)
     model = Ablation(network, classes=classes, region="block", band=band, stride=stride, wrap=wrap, mean=mean, std=std)
     model.name = "block_resnet18"
     model.architecture = {"small_images": small_images, "width": width}

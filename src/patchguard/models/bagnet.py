@@ -18,9 +18,9 @@ from patchguard.models.base import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     LocalModel,
+    apply_linear_at_cells,
     initialize,
-    linear_at_cells,
-    scaled,
+    scale_channels,
 )
 
 EXPANSION = 4
@@ -55,14 +55,14 @@ class BagNet(LocalModel):
         self.name = f"bagnet{field}"
         self.field_size = field
         self.width = width
-        stem = scaled(64, width)
+        stem = scale_channels(64, width)
         self.conv1 = nn.Conv2d(3, stem, 1, bias=False)
         self.conv2 = nn.Conv2d(stem, stem, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(stem)
         inputs, stages = stem, []
         for stage, (blocks, stride, channels) in enumerate(zip(BLOCKS, STRIDES, CHANNELS, strict=True)):
             kernel = 3 if stage < STAGES_WITH_3X3[field] else 1
-            middle = scaled(channels, width)
+            middle = scale_channels(channels, width)
             first = Bottleneck(inputs, middle, kernel=kernel, stride=stride)
             inputs = EXPANSION * middle
             stages.append(nn.Sequential(first, *(Bottleneck(inputs, middle) for _ in range(blocks - 1))))
@@ -76,7 +76,7 @@ class BagNet(LocalModel):
         """Return the class scores of every cell: the last layer is applied before, not after, pooling."""
         features = F.relu(self.bn1(self.conv2(self.conv1(normalized))), inplace=True)
         features = self.layer4(self.layer3(self.layer2(self.layer1(features))))
-        return linear_at_cells(self.fc, features)
+        return apply_linear_at_cells(self.fc, features)
 
     def smallest_input(self) -> tuple[int, int]:
         """One field: a smaller image has no cell."""
@@ -123,7 +123,7 @@ class Bottleneck(nn.Module):
         return F.relu(features, inplace=True)
 
 
-def from_resnet50(state: Mapping[str, Tensor], *, field: int = 17) -> dict[str, Tensor]:
+def convert_resnet50_state(state: Mapping[str, Tensor], *, field: int = 17) -> dict[str, Tensor]:
     """Return the tensors of a plain ResNet-50 (torchvision's names) as those of the BagNet of this field.
 
     Rule.     A 3x3 kernel becomes, where BagNet's is 1x1, the sum of its nine entries. The 7x7 kernel of the stem is

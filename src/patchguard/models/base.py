@@ -109,14 +109,14 @@ class Normalize(nn.Module):
         return {key: list(value) for key, value in self.values.items()}
 
 
-def linear_at_cells(
+def apply_linear_at_cells(
     linear: nn.Linear, features: Float[Tensor, "batch channels rows columns"]
 ) -> Float[Tensor, "batch classes rows columns"]:
     """Apply one linear layer to the feature vector of every cell, as a 1x1 convolution with its weights."""
     return F.conv2d(features, linear.weight[:, :, None, None], linear.bias)
 
 
-def scaled(channels: int, width: float) -> int:
+def scale_channels(channels: int, width: float) -> int:
     """Return `channels` times the width multiplier, rounded down, and at least one."""
     if not width > 0:
         raise InputError(f"`width` must be a positive multiplier of the channels; got {width}. 1.0 is the usual.")

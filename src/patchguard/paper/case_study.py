@@ -166,7 +166,7 @@ def run(
     options = options or Options()
     if not isinstance(guard.defense, Undefended):
         raise InputError(f"`guard` must be undefended; got {type(guard.defense).__name__}. Give a plain ResNet.")
-    device = runtime.placement(guard.model)[0]
+    device = runtime.device_and_dtype(guard.model)[0]
     patch = Patch.of_area(options.area, height=images.size[0], width=images.size[1])
     right = dict.fromkeys(CLIPS, 0)
     largest = -torch.inf
@@ -213,7 +213,7 @@ def run(
         "histogram": histogram(study),
         "clipping": clipping_table(right, len(images), dataset),
         "ceiling": {"c_h": largest, "clips": _arms(arms)} if arms else None,
-        "environment": runtime.environment(),
+        "environment": runtime.describe_environment(),
     }
 
 

@@ -27,10 +27,10 @@ from patchguard.data.images import check_images
 from patchguard.defenses.base import Defense
 from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
-from patchguard.guard import Prediction
-from patchguard.guards.local import PIXELS_AT_ONCE, Images, LocalGuard
+from patchguard.guard import Images, Prediction
+from patchguard.guards.local import PIXELS_AT_ONCE, LocalGuard
 from patchguard.models.base import LocalModel
-from patchguard.runtime import full_precision, placement
+from patchguard.runtime import device_and_dtype, full_precision
 
 LEAK = 0.1  # share of the gradient that passes where the rule lets none through, as in the attacks, which lie above
 PUBLISHED_SIDE = 224  # pixels that the published window sizes are for; smaller images get smaller windows
@@ -80,7 +80,7 @@ class Cleaned:
     def predict(self, images: Images) -> Prediction:
         """Return the guard's label of each cleaned image."""
         check_images(images)
-        device = placement(self.model)[0]
+        device = device_and_dtype(self.model)[0]
         pixels = images.shape[-2] * images.shape[-1]
         parts = torch.split(images, max(1, PIXELS_AT_ONCE.get(device.type, PIXELS_AT_ONCE["cuda"]) // pixels))
         with full_precision(device):

@@ -145,7 +145,7 @@ def run(
     """
     if not isinstance(guard.defense, Undefended):
         raise InputError(f"`guard` must be undefended; got {type(guard.defense).__name__}. Give a plain ResNet.")
-    device = runtime.placement(guard.model)[0]
+    device = runtime.device_and_dtype(guard.model)[0]
     height, width = images.size
     patch = Patch.of_area(options.area, height=height, width=width)
     proven = None if certified is None else certified.for_patch(patch, height, width)
@@ -186,7 +186,7 @@ def run(
             "seed": options.seed,
         },
         "defenses": {name: _row(parts) for name, parts in found.items()},
-        "environment": runtime.environment(),
+        "environment": runtime.describe_environment(),
     }
 
 
@@ -250,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             certified = zoo.load_guard(chosen.certified)
             certified = certified if chosen.data in SMALL else certified.without_preprocess()
             certified.windows(Patch(1), *images.size)  # traced while it lies on the CPU
-            study_command.place(certified, runtime.choose_device(chosen.device))
+            study_command.place(certified, runtime.resolve_device(chosen.device))
         options = Options(
             attack=study_command.attack_of(chosen),
             adaptive=Adaptive(steps=chosen.steps, locations=chosen.locations),

@@ -188,7 +188,7 @@ def _answers(device: torch.device, sizes: Sizes) -> dict[str, tuple[Callable[[Te
 
 def calm(model: LocalModel) -> None:
     """Scale the last layer of random weights until logits are as small as those of trained networks."""
-    device, _ = runtime.placement(model)
+    device, _ = runtime.device_and_dtype(model)
     with torch.no_grad():
         largest = float(model(torch.rand(1, 3, 64, 64, device=device)).abs().max())
         for parameter in list(model.parameters())[-2:]:  # weight and bias of the classifier

@@ -103,7 +103,9 @@ def place_of(axis: Axis, length: int, start: int, stop: int) -> int:
     wanted = np.zeros(axis.cells, dtype=bool)
     wanted[start:stop] = True
     exact = [
-        position for position in range(axis.size - length + 1) if bool((axis.touched(position, length) == wanted).all())
+        position
+        for position in range(axis.size - length + 1)
+        if bool((axis.touched_cells(position, length) == wanted).all())
     ]
     return exact[len(exact) // 2]
 

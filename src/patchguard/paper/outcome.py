@@ -104,7 +104,7 @@ def to_json(outcome: Outcome, context: "Context | None" = None) -> dict[str, Any
             "device": str(context.device),
             "limit": context.limit,
             "seed": context.seed,
-            "environment": runtime.environment(),
+            "environment": runtime.describe_environment(),
         }
     return {**about, "seconds": round(outcome.seconds, 2), **outcome.result.to_json()}
 

@@ -58,7 +58,7 @@ class Sheet:
 
     def proved(self, defense: Defense[Any], windows: Windows, top_k: int = 1) -> Bool[Tensor, " batch"]:
         """Whether that is so and no contents of any window change it; nothing is computed for wrong labels."""
-        defense.check_question(self.evidence, windows, top_k)
+        defense.validate(self.evidence, windows, top_k)
         right = self.right(defense, top_k)
         still = self.evidence.lower is self.evidence.values is self.evidence.upper  # no drift
         if still and bool(self.evidence.finite.all()):
@@ -89,7 +89,7 @@ class Sheet:
             scores = self._total - self._over(defense.masks).amax(2)
             return among_best(scores, self.targets, top_k)
         if isinstance(defense, CellMasking | Median | TrimmedMean):
-            defense._admit(self.evidence)
+            defense.validate_evidence(self.evidence)
             return among_best(self._rank_sums(*defense.ranks(cells_of(self.evidence))), self.targets, top_k)
         answer = defense.predict(self.evidence)
         return answer.label == self.targets if top_k == 1 else among_best(answer.scores, self.targets, top_k)

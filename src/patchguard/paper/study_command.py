@@ -55,7 +55,7 @@ def opened(options: argparse.Namespace) -> tuple[LocalGuard[Any], StudyImages]:
     guard, images = open_images(
         open_model(options.model, options.weights), options.data, options.root, limit=options.limit, seed=options.seed
     )
-    place(guard, runtime.choose_device(options.device))
+    place(guard, runtime.resolve_device(options.device))
     return guard, images
 
 

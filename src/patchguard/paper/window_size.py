@@ -123,7 +123,7 @@ class Case:
         columns = guard.field(side, side).columns
         stride = columns.stride
         assert stride is not None  # every network of these cases is regular
-        return equation(self.patch * side // self.side, columns.reach, stride)
+        return equation(self.patch * side // self.side, columns.field_size, stride)
 
     def told(self) -> str:
         """Return the patch and the image in words."""

@@ -165,7 +165,7 @@ def read_run(folder: Path) -> Run:
     )
     return Run(
         folder=folder,
-        settings=dict(flatten(msgspec.to_builtins(summary.settings))) | {"evidence": summary.settings.rule["evidence"]},
+        settings=dict(flatten(msgspec.to_builtins(summary.settings))),
         environment=summary.environment,
         images=summary.images,
         errors=summary.errors,

@@ -57,8 +57,7 @@ def proof(run: Run) -> Markup:
     sizes = " or ".join(
         f"{size(patch)}{' of its area' if patch.endswith('%') else ' ' + run.pixels}" for patch in run.patches
     )
-    evidence = run.settings.get("evidence")
-    drift = evidence.get("drift", 0) if isinstance(evidence, Mapping) else 0
+    drift = run.settings.get("evidence drift", 0)
     yes = [
         f"For each certified image: no single rectangle of {sizes}, wherever in the picture it lies and whatever it "
         f"shows, can {harm(run)}. This is a theorem about the computation, not the outcome of attacks that were tried.",

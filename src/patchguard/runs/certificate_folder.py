@@ -15,7 +15,6 @@ from patchguard.errors import InputError
 from patchguard.runs.job import Job
 from patchguard.runs.plan import Plan, Task
 from patchguard.runs.records import Folder, Lock
-from patchguard.storage import zoo
 from patchguard.storage.certificate_file import image_digest
 
 OPTION = "--certificates"
@@ -77,7 +76,7 @@ class CertificateFolder:
                 size = (image.shape[1], image.shape[2])
                 plan = plans[size] = plans.get(size) or job.plan(size)
                 task = next(each for each in plan.tasks if each.written.key == key)
-                model = digests[size, key] = digests.get((size, key)) or zoo.digest(task.guard)
+                model = digests[size, key] = digests.get((size, key)) or task.guard.digest
                 same = self._is_about(name, task, model, image_digest(image))
             except (Unreadable, InputError):  # this run will write no file for it
                 same = False

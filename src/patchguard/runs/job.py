@@ -16,15 +16,16 @@ from patchguard import runtime
 from patchguard.data.decode import Unreadable
 from patchguard.data.loading import decoded
 from patchguard.data.source import Source, open_source
-from patchguard.defenses import Defense, DoubleMasking, MaskedAgreement, RobustMasking, Undefended
+from patchguard.defenses import Defense, DoubleMasking, MaskedAgreement, RobustMasking
+from patchguard.defenses import serialization as config
 from patchguard.defenses.evidence import Evidence, Kind
 from patchguard.errors import InputError, nearest
 from patchguard.geometry.windows import Windows
 from patchguard.guards.local import LocalGuard
 from patchguard.patch import Space
 from patchguard.runs.plan import Plan, WrittenPatch, curve_sides, make_plan
-from patchguard.runs.summary import CertifySettings
-from patchguard.storage import certificate_file, config, zoo
+from patchguard.runs.summary import CertifySettings, split_rule
+from patchguard.storage import zoo
 
 LOOKED_AT = 8  # images that are decoded to learn a usual size
 SMALL = 100  # pixels: below this side, a default patch is given in pixels
@@ -71,8 +72,6 @@ class Job:
 
     def shared_settings(self) -> dict[str, Any]:
         """Return the settings that any kind of run has."""
-        defense = self.guard.defense
-        threshold, tau = (getattr(defense, name, None) for name in ("threshold", "tau"))
         return {
             "model": self.model,
             "model_digest": self.digest,
@@ -81,14 +80,7 @@ class Job:
             "images": len(self.source),
             "patches": tuple(written.key for written in self.patches),
             "patch_space": self.patch_space,
-            "defense": type(defense).__name__,
-            "detects": isinstance(defense, MaskedAgreement),
-            "defends": not isinstance(defense, Undefended),
-            "rule": {
-                "evidence": config.evidence_to_json(self.guard.evidence),
-                "threshold": None if threshold is None else str(threshold),
-                "tau": tau or None,  # 0, as in runs that are older than it, is none
-            },
+            **split_rule(self.guard.settings()),
             "class_names": self.class_names,
             "labeled": self.source.targets is not None,
             "fitted": self.fitted,
@@ -130,7 +122,7 @@ def prepare(
     if space == "input" and not written:
         raise InputError("`--patch-space input` needs --patch: the model's own is one in source pixels.")
     loaded = zoo.load_guard(model)
-    digest = zoo.digest(loaded)
+    digest = loaded.digest
     source = matched(source, loaded)
     if space == "input":
         source, loaded = source.prepared(loaded.preprocess), loaded.without_preprocess()
@@ -163,8 +155,8 @@ def prepare(
 def _check_certificates(job: Job) -> None:
     if job.patch_space != "source":
         raise InputError("`--certificates` are about source images. Leave it out, or --patch-space input.")
-    if not isinstance(job.guard.defense, certificate_file.RULES) or job.top_k != 1:
-        known = ", ".join(kind.__name__ for kind in certificate_file.RULES)
+    if not job.guard.defense.checkable or job.top_k != 1:
+        known = ", ".join(name for name, kind in config.DEFENSES.items() if kind.checkable)
         raise InputError(
             f"`--certificates` needs one of {known} and --top-k 1; got {type(job.guard.defense).__name__} and "
             f"{job.top_k}. Leave it out."

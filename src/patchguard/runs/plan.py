@@ -18,7 +18,8 @@ from patchguard.errors import InputError
 from patchguard.geometry.field import Axis, Field
 from patchguard.geometry.windows import Windows
 from patchguard.guard import Certificate
-from patchguard.guards.local import LocalGuard, settled_sides
+from patchguard.guard import bisect_sides as settled_sides
+from patchguard.guards.local import LocalGuard
 from patchguard.patch import Patch
 
 PLAIN = Undefended()
@@ -136,7 +137,7 @@ class Plan:
         if known not in self.places:
             cells = np.zeros(axis.cells, dtype=bool)
             cells[np.arange(start, stop) % axis.cells] = True
-            touched = axis.touched_from(length)
+            touched = axis.touched_cells_by_position(length)
             inside = (touched & ~cells).sum(1) == 0
             score = np.where(inside, (touched & cells).sum(1), -1)
             best = np.flatnonzero(score == score.max())

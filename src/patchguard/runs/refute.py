@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-import msgspec
 import numpy as np
 import torch
 from jaxtyping import UInt8
@@ -38,7 +37,7 @@ from patchguard.runs.metrics import ATTACK_GROUPS, AttackTally, attack_group
 from patchguard.runs.plan import Task
 from patchguard.runs.records import FORMAT, Folder, Record
 from patchguard.runs.resume import check_images
-from patchguard.runs.summary import AttackSettings, AttackSummary, Run, convert, read_run
+from patchguard.runs.summary import AttackSettings, AttackSummary, Run, convert, read_run, to_plain
 from patchguard.storage.certificate_file import image_digest
 
 EACH = 8  # pictures per group in the report
@@ -145,7 +144,7 @@ def refute(
             return Outcome(finished, before=True) if first else None
         work = _Work(trial, Loop(trial.job, Hunt(settings), place, at_once, "attacked"), path)
         _make(path / "attacked")
-        with runtime.frozen(trial.job.guard.model):  # once: several threads will ask for gradients to pixels
+        with runtime.frozen_parameters(trial.job.guard.model):  # once: several threads will ask for gradients to pixels
             work.loop.go_on(folder, work.answered, progress)
         barrier()
         return Outcome(_finish(folder, work), before=False) if first else None
@@ -162,8 +161,8 @@ def _stamp(job: Job, settings: AttackSettings) -> Run:
     return Run(
         kind="attack",
         model_file=job.model_file,
-        settings=msgspec.to_builtins(settings),
-        environment=runtime.environment(),
+        settings=to_plain(settings),
+        environment=runtime.describe_environment(),
         version=__version__,
     )
 
@@ -324,7 +323,7 @@ class _Work:
                 "record": record,
                 "labels_alone": [int(each.label) for each in alone],  # of the two files, each in a batch of its own
                 "settings": self.trial.settings(),
-                "environment": runtime.environment(),
+                "environment": runtime.describe_environment(),
                 "repeat": self.trial.repeating(record["index"]),
                 "see": self.trial.seeing(f"{name}-attacked.png") if task.masks == "own" else None,
             },

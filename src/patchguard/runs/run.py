@@ -10,13 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import final
 
-import msgspec
 import torch
 from torch import Tensor
 
 from patchguard import __version__, runtime
 from patchguard.data.decode import Unreadable
 from patchguard.errors import InputError
+from patchguard.guard import Examination
+from patchguard.guard import Task as AnyTask
 from patchguard.runs import gallery
 from patchguard.runs.batches import Batch, Failure, ahead, blocks_of, grouped
 from patchguard.runs.certificate_folder import CertificateFolder, certificate_name
@@ -26,7 +27,7 @@ from patchguard.runs.metrics import CertifyTally
 from patchguard.runs.plan import Plan, Proofs, answers, entries_of
 from patchguard.runs.records import Folder, Record
 from patchguard.runs.resume import check_images
-from patchguard.runs.summary import CertifySettings, CertifySummary, Run, convert, read_run
+from patchguard.runs.summary import CertifySettings, CertifySummary, Run, convert, read_run, to_plain
 from patchguard.storage.certificate_file import Packer, image_digest
 
 Progress = Callable[[CertifyTally], None]
@@ -90,9 +91,9 @@ def _stamp(job: Job, settings: CertifySettings) -> Run:
     return Run(
         kind="certify",
         model_file=job.model_file,
-        settings=msgspec.to_builtins(settings),
+        settings=to_plain(settings),
         patches=patches,
-        environment=runtime.environment(),
+        environment=runtime.describe_environment(),
         version=__version__,
     )
 
@@ -180,13 +181,14 @@ class _Work:
         """Write the files before the records: a record says that its files are there, and their digests."""
         target = CertificateFolder(self.job.certificates or Path())
         for task in plan.tasks:
-            make = partial(Packer, task.guard, task.patch, *plan.size)
+            make = partial(Packer, AnyTask(task.patch, task.guard, "own"), *plan.size)
             with self.loop.making:
                 packer = kept(self.packers, (plan.size, task.written.key), make)
             proof = proofs.certificate(task.guard.defense, task.windows)
             for number, row in enumerate(rows):
                 if self.loop.done[batch.places[row]]:
                     continue  # its files are there, and checked
-                data = packer.pack(proofs.evidence, proof, number, image_digest(batch.images[row]))
+                found = Examination(rows=tuple(rows), certificates=(proof,), details=proofs.evidence)
+                data = packer.pack(found, 0, number, image_digest(batch.images[row]))
                 digest = target.write(certificate_name(batch.places[row], task.written.key), data)
                 answers[number]["patches"][task.written.key]["certificate"] = digest

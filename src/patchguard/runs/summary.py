@@ -56,6 +56,12 @@ class Settings(Struct, frozen=True, kw_only=True):
         return self.class_names[number] if number < len(self.class_names) else f"class {number}"
 
 
+def split_rule(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a guard says of itself (`Guard.settings`) as settings: what every guard says, and its `rule`."""
+    common = {name: facts[name] for name in ("defense", "detects", "defends") if name in facts}
+    return {**common, "rule": {name: value for name, value in facts.items() if name not in common}}
+
+
 class CertifySettings(Settings, frozen=True, kw_only=True):
     """The settings of `certify`."""
 
@@ -276,8 +282,9 @@ ALIASES = {
     "threshold": "rule.threshold",
     "tau": "rule.tau",
 }
-# Settings that earlier releases left to the name of the defense.
+# Settings that earlier releases left to the name of the defense; all their guards had cells.
 IMPLIED = {"detects": ("MaskedAgreement", True), "defends": ("Undefended", False)}
+OLD_RULE = {"guard": "cells"}
 
 START_AGAIN = "Remove the folder and start the run again."
 Schema = TypeVar("Schema")
@@ -285,13 +292,14 @@ Schema = TypeVar("Schema")
 
 def update_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings, as any release wrote them, under the names of this one."""
-    updated: dict[str, Any] = {}
+    if "rule" in settings:
+        return dict(settings)
+    updated: dict[str, Any] = {"rule": {**OLD_RULE}}
     for name, value in settings.items():
         *outer, inner = ALIASES.get(name, name).split(".")
-        (updated.setdefault(outer[0], {}) if outer else updated)[inner] = value
+        (updated[outer[0]] if outer else updated)[inner] = value
     for name, (defense, value) in IMPLIED.items():
-        if "defense" in settings:
-            updated.setdefault(name, value if settings["defense"] == defense else not value)
+        updated[name] = value if settings.get("defense") == defense else not value
     return updated
 
 
@@ -334,8 +342,8 @@ def convert(value: Any, schema: type[Schema], path: Path) -> Schema:
     try:
         return msgspec.convert(value, schema, str_keys=True)
     except msgspec.ValidationError as error:
-        problem, _, place = str(error).partition(" - at `$")
-        entry = place.removesuffix("`").lstrip(".")
+        problem, _, place = str(error).partition(" - at ")
+        entry = place.replace("`", "").replace("$.", "").strip("$")
         where = f" at `{entry}`" if entry else ""
         raise InputError(f"`{path}` is damaged{where}: {problem[0].lower()}{problem[1:]}. {START_AGAIN}") from None
 
@@ -359,6 +367,12 @@ def _read(path: Path, missing: str, schema: type[Schema]) -> Schema:
     if isinstance(content, dict) and content.get("format") != FORMAT:
         raise InputError(f"`{path}` must have format {FORMAT}; got {content.get('format')!r}. Update patchguard.")
     return convert(content, schema, path)
+
+
+def to_plain(settings: Settings) -> dict[str, Any]:
+    """Return settings in JSON values, as run.json holds them."""
+    plain: dict[str, Any] = json.loads(to_json(settings))
+    return plain
 
 
 def to_json(value: Any) -> str:

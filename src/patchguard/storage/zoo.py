@@ -1,40 +1,23 @@
-"""Guards by name and as files: build, list, save, load.
+"""Guards by name: list, build, load. What a file holds is in model_file.py."""
 
-A file is one safetensors archive. Its metadata holds, as JSON, everything else that makes a guard: the network's name
-and settings, class names, preprocessing, evidence, defense with its masks, the training recipe; and a SHA-256 digest
-over all of it. The digest detects damage; it does not say who wrote the file.
-"""
-
-import hashlib
-import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
-
-from patchguard import __version__, models
+from patchguard import models
 from patchguard.defenses import Undefended
 from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError, nearest
 from patchguard.geometry.preprocess import Preprocess
-from patchguard.guards.interval import IntervalGuard
-from patchguard.guards.interval_network import IntervalCnn
+from patchguard.guard import Guard
 from patchguard.guards.local import LocalGuard
-from patchguard.models.base import LocalModel
 from patchguard.patch import Patch
-from patchguard.storage import config
+from patchguard.storage.model_file import inspect as inspect
+from patchguard.storage.model_file import read
+from patchguard.storage.model_file import save as save
 from patchguard.storage.presets import PRESETS
 
-FORMAT = 1
-ENTRIES = ("format", "patchguard", "model", "class_names", "preprocess", "evidence", "defense", "recipe", "half")
-INTERVAL = {"name": "IntervalBounds"}  # in place of a defense
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"  # files that come with the package
 CLONE = Path(__file__).parents[3] / "zoo"  # other published files, in a clone of the repository
 FOLDER = "PATCHGUARD_ZOO"  # the environment variable that names one more folder of files
@@ -98,21 +81,21 @@ def build(name: str, *, patch: Patch | None = None, **settings: Any) -> LocalGua
     raise InputError(f"`name` must be a preset or a network; got {name!r}. {nearest(name, known)}")
 
 
-def load(name_or_path: str | Path) -> LocalGuard[Any] | IntervalGuard:
+def load(name_or_path: str | Path) -> Guard:
     """Return the LocalGuard in a file, or the trained one of this name that comes with the package.
 
     A path has a separator or a suffix (`./mine`, `mine.safetensors`); anything else is a name, also where a file or
     folder of that name exists.
     """
-    return _read(_located(name_or_path))
+    return read(_located(name_or_path))
 
 
 def load_guard(name_or_path: str | Path) -> LocalGuard[Any]:
-    """Return the same for callers that look at cells; refuse an `IntervalGuard`, which has none."""
+    """Return the same for callers that look at cells; refuse guards that have none."""
     guard = load(name_or_path)
-    if isinstance(guard, IntervalGuard):
+    if not isinstance(guard, LocalGuard):
         raise InputError(
-            f"`{name_or_path}` has no cells to look at: it is certified by interval bounds. Use it in Python: "
+            f"`{name_or_path}` has no cells to look at. Use it in Python: "
             f"patchguard.load({str(name_or_path)!r}).certify(images, patch)."
         )
     return guard
@@ -237,210 +220,7 @@ def _described(path: Path) -> str:
     return f"{settings['model']['name']} with {settings['defense']['name']}"
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-def save(
-    guard: LocalGuard[Any] | IntervalGuard,
-    path: str | Path,
-    *,
-    recipe: Mapping[str, Any] | None = None,
-    half: bool = False,
-) -> None:
-    """Write the LocalGuard to one file, all or nothing.
-
-    `half` stores weights as float16, in half the space; they are float32 again after loading, but rounded. `recipe`
-    is kept as it is: any JSON object that says how the weights were trained.
-    """
-    path = Path(path)
-    settings = _config(guard, recipe, half)
-    tensors = _stored(guard.model, half)
-    _check_shapes(_empty(settings["model"]), {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    written = _canonical(settings)
-    metadata = {"patchguard": written, "digest": _digest(tensors, written)}
-    if not path.parent.is_dir():
-        raise InputError(f"the folder of `path` must exist; got {path}. Make it first.")
-    # Under its final name a file is always complete.
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
-    try:
-        save_file(tensors, draft, metadata=metadata)
-        os.replace(draft, path)
-    finally:
-        with suppress(FileNotFoundError):
-            draft.unlink()
-
-
-def digest(guard: LocalGuard[Any] | IntervalGuard) -> str:
-    """Return the SHA-256 of everything that makes the LocalGuard's answers: tensors and settings.
-
-    Neither the recipe nor the release of this package is part of it.
-    """
-    settings = _config(guard, None, half=False)
-    del settings["patchguard"]
-    return _digest(_stored(guard.model, half=False), _canonical(settings))
-
-
-def inspect(path: str | Path) -> dict[str, Any]:
-    """Return the settings in a file, with its digest, without building the network or reading its tensors."""
-    with _opened(Path(path)) as archive:
-        settings, _, claimed = _metadata(archive, Path(path))
-    return {**settings, "digest": claimed}
-
-
 def recipe(name_or_path: str | Path) -> dict[str, Any] | None:
     """Return how the weights behind a name or path were trained, as their file says it, if it does."""
     found: dict[str, Any] | None = inspect(_located(name_or_path))["recipe"]
     return found
-
-
-def _config(guard: LocalGuard[Any] | IntervalGuard, recipe: Mapping[str, Any] | None, half: bool) -> dict[str, Any]:
-    settings = guard.model.config()
-    if not guard.model.name:
-        raise InputError(
-            f"`guard.model` must be a network of the registry to be saved; {type(guard.model).__name__} has no name. "
-            "Save its weights yourself, or add it to patchguard.models.REGISTRY."
-        )
-    return {
-        "format": FORMAT,
-        "patchguard": __version__,
-        "model": {"name": guard.model.name, "settings": settings},
-        "class_names": list(guard.class_names),
-        **_rule(guard),
-        "recipe": None if recipe is None else dict(recipe),
-        "half": half,
-    }
-
-
-def _rule(guard: LocalGuard[Any] | IntervalGuard) -> dict[str, Any]:
-    """Return what happens before and after the network; interval bounds know no evidence."""
-    if isinstance(guard, IntervalGuard):
-        return {"preprocess": Preprocess().to_json(), "evidence": None, "defense": INTERVAL}
-    return {
-        "preprocess": guard.preprocess.to_json(),
-        "evidence": config.evidence_to_json(guard.evidence),
-        "defense": config.defense_to_json(guard.defense),
-    }
-
-
-def _canonical(settings: dict[str, Any]) -> str:
-    try:
-        return json.dumps(settings, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"`recipe` must hold JSON values only: {error}.") from None
-
-
-def _stored(model: LocalModel, half: bool) -> dict[str, Tensor]:
-    """Return the tensors as they go into a file: on the CPU, contiguous, finite, float32 or float16."""
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        plain = tensor.detach().cpu().contiguous()
-        if plain.is_floating_point():
-            if plain.dtype != torch.float32:
-                raise InputError(f"`guard.model` must be float32 to be saved; {name} is {plain.dtype}. Call .float().")
-            plain = plain.half() if half else plain
-            if not bool(plain.isfinite().all()):
-                raise InputError(f"the tensor {name} must be finite{' in float16' if half else ''} to be saved.")
-        tensors[name] = plain
-    return tensors
-
-
-def _digest(tensors: Mapping[str, Tensor], written: str) -> str:
-    total = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        total.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        total.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    total.update(written.encode())
-    return total.hexdigest()
-
-
-def _read(path: Path) -> LocalGuard[Any] | IntervalGuard:
-    """Check everything, then build: a file that is refused leaves nothing behind."""
-    with _opened(path) as archive:
-        settings, written, claimed = _metadata(archive, path)
-        shapes = {name: tuple(archive.get_slice(name).get_shape()) for name in archive.keys()}  # noqa: SIM118
-        expected = _empty(settings["model"])
-        _check_shapes(expected, shapes)
-        tensors = {name: archive.get_tensor(name) for name in shapes}
-    for name, like in expected.state_dict().items():
-        wanted = torch.float16 if settings["half"] and like.is_floating_point() else like.dtype
-        if tensors[name].dtype != wanted:
-            raise InputError(f"the tensor {name} in {path.name} must be {wanted}; got {tensors[name].dtype}.")
-        if like.is_floating_point() and not bool(tensors[name].isfinite().all()):
-            raise InputError(f"the tensor {name} in {path.name} must be finite; it holds NaN or infinity.")
-    if _digest(tensors, written) != claimed:
-        raise InputError(f"{path.name} is damaged: its digest does not match its contents. Fetch the file again.")
-    names = tuple(config.text(name, "class_names") for name in config.sequence(settings["class_names"], "class_names"))
-    with torch.random.fork_rng(devices=[]):  # first weights are drawn at random, then replaced
-        model = models.build(settings["model"]["name"], **settings["model"]["settings"])
-    model.load_state_dict(tensors, strict=True)
-    if settings["defense"] == INTERVAL and isinstance(model, IntervalCnn):
-        return IntervalGuard(model.eval(), names)
-    preprocess = Preprocess.from_json(settings["preprocess"])
-    evidence = config.evidence_from_json(settings["evidence"])
-    defense = config.defense_from_json(settings["defense"])
-    return LocalGuard(preprocess, model.eval(), evidence, defense, names)
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise InputError(f"no file is at `{path}`.") from None
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{path.name} is not a whole safetensors file: {error}. Fetch it again.") from None
-
-
-def _metadata(archive: Any, path: Path) -> tuple[dict[str, Any], str, str]:
-    """Return the settings, their text, and the digest that the file claims."""
-    metadata = archive.metadata() or {}
-    if not {"patchguard", "digest"} <= set(metadata):
-        raise InputError(
-            f"{path.name} was not written by patchguard: it has no settings. Load bare weights into a built network."
-        )
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not a JSON number")
-
-    try:
-        settings = json.loads(metadata["patchguard"], parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"the settings in {path.name} are not JSON: {error}.") from None
-    if isinstance(settings, dict) and settings.get("format") != FORMAT:
-        raise InputError(
-            f"{path.name} has format {settings.get('format')!r}; this release reads {FORMAT}. Use a newer patchguard."
-        )
-    config.exactly(settings, "settings", ENTRIES)
-    config.flag(settings["half"], "half")
-    network = config.exactly(settings["model"], "model", ("name", "settings"))
-    config.text(network["name"], "model.name")
-    if not isinstance(network["settings"], dict):
-        raise InputError(f"`model.settings` must be an object; got {type(network['settings']).__name__}.")
-    if settings["recipe"] is not None and not isinstance(settings["recipe"], dict):
-        raise InputError(f"`recipe` must be an object or null; got {type(settings['recipe']).__name__}.")
-    return settings, metadata["patchguard"], metadata["digest"]
-
-
-def _empty(network: dict[str, Any]) -> LocalModel:
-    """Return the network without memory for its tensors, so that settings from a file can ask for any size."""
-    try:
-        with torch.device("meta"):
-            return models.build(network["name"], **network["settings"])
-    except InputError:
-        raise
-    except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError(f"`model.settings` do not make a {network['name']}: {reason}.") from None
-
-
-def _check_shapes(expected: LocalModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    wanted = {name: tuple(tensor.shape) for name, tensor in expected.state_dict().items()}
-    for problem, names in (("lacks", wanted.keys() - shapes.keys()), ("has besides", shapes.keys() - wanted.keys())):
-        if names:
-            some = ", ".join(sorted(names)[:3]) + (" and others" if len(names) > 3 else "")
-            raise InputError(
-                f"a file for {expected.name} must hold its {len(wanted)} tensors; this one {problem} {some}."
-            )
-    for name, shape in wanted.items():
-        if shapes[name] != shape:
-            raise InputError(f"the tensor {name} must have shape {list(shape)}; got {list(shapes[name])}.")

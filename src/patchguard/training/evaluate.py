@@ -9,8 +9,7 @@ import torch
 
 from patchguard.data.datasets import Dataset
 from patchguard.errors import InputError
-from patchguard.guards.interval import IntervalGuard
-from patchguard.guards.local import LocalGuard
+from patchguard.guard import Guard
 from patchguard.patch import Patch
 
 AT_ONCE = 1000  # images that are turned from bytes into pixels together
@@ -50,7 +49,7 @@ class Accuracy:
         return f"clean {self.clean:.2%}, certified {self.certified:.2%} ({size} patch, {self.count} images)"
 
 
-def evaluate(guard: LocalGuard[Any] | IntervalGuard, data: Dataset, patch: Patch) -> Accuracy:
+def evaluate(guard: Guard, data: Dataset, patch: Patch) -> Accuracy:
     """Return the accuracy of `guard`, with the masks it has, on all images of `data`."""
     if len(data) == 0:
         raise InputError("`data` must hold at least one image to measure accuracy on.")

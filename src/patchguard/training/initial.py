@@ -8,7 +8,7 @@ from torch import Tensor
 from patchguard.errors import InputError
 from patchguard.guards.interval import IntervalGuard
 from patchguard.guards.local import LocalGuard
-from patchguard.models.bagnet import BagNet, from_resnet50
+from patchguard.models.bagnet import BagNet, convert_resnet50_state
 from patchguard.models.resnet import LocalResNet
 from patchguard.storage import zoo
 
@@ -22,7 +22,7 @@ def start_from(guard: LocalGuard[Any] | IntervalGuard, name: str) -> None:
     before = zoo.load(name).model
     found: dict[str, Tensor] = dict(before.state_dict())
     if isinstance(guard.model, BagNet) and isinstance(before, LocalResNet) and before.name == "resnet50":
-        found = from_resnet50(before.backbone.state_dict(), field=guard.model.field_size)
+        found = convert_resnet50_state(before.backbone.state_dict(), field=guard.model.field_size)
     wanted = guard.model.state_dict()
     if before.classes != guard.model.classes:
         last = {key for key in wanted if key in ("fc.weight", "fc.bias", "backbone.fc.weight", "backbone.fc.bias")}

@@ -13,9 +13,9 @@ from patchguard.errors import InputError, nearest
 from patchguard.geometry.preprocess import Preprocess, Resize
 from patchguard.geometry.windows import Windows
 from patchguard.guards.interval import IntervalGuard
-from patchguard.guards.interval_network import IntervalCnn
 from patchguard.guards.local import LocalGuard
 from patchguard.models import build
+from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.patch import Patch
 from patchguard.training.losses import INTERVAL, check_weights
 

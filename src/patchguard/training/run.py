@@ -32,7 +32,7 @@ from patchguard.data.datasets import Dataset
 from patchguard.data.loading import loaded
 from patchguard.data.source import Source
 from patchguard.errors import InputError
-from patchguard.guards.interval import IntervalGuard
+from patchguard.guard import Guard
 from patchguard.guards.local import LocalGuard
 from patchguard.patch import Patch
 from patchguard.storage import zoo
@@ -113,8 +113,8 @@ def train(
     Of several processes, only the first one returns a summary.
     """
     if options.deterministic:
-        runtime.deterministic()
-    with runtime.process_group(runtime.choose_device(options.device)) as device:
+        runtime.use_deterministic_kernels()
+    with runtime.process_group(runtime.resolve_device(options.device)) as device:
         return _train(options, device, report, tick, stopped)
 
 
@@ -148,7 +148,7 @@ def _train(
     recipe = trainer.recipe = replace(recipe, epochs=curve.logged(options.out)[-1]["epochs"])
     summary = {
         "recipe": recipe.to_json(),
-        "environment": runtime.environment(),
+        "environment": runtime.describe_environment(),
         "device": str(device),
         "processes": runtime.world_size(),
         "parameters": parameters,
@@ -228,7 +228,7 @@ def choose_weights(trainer: Trainer, held_out: Dataset, best: dict[str, Tensor] 
     return {"weights": chosen, "before_rounding": {name: each.to_json() for name, each in measured.items()}}
 
 
-def accuracies(guard: LocalGuard[Any] | IntervalGuard, recipe: Recipe, data: Dataset) -> Iterator[Accuracy]:
+def accuracies(guard: Guard, recipe: Recipe, data: Dataset) -> Iterator[Accuracy]:
     """Measure the recipe's patch with the LocalGuard's masks, then other patches with masks refitted to each."""
     yield evaluate(guard, data, recipe.patch)
     for side in recipe.other_patches:

@@ -17,18 +17,18 @@ from patchguard.data.source import Source
 from patchguard.errors import InputError
 from patchguard.geometry.windows import Windows
 from patchguard.guards.interval import IntervalGuard
-from patchguard.guards.interval_loss import Outlook, drawn, worst_scores
-from patchguard.guards.interval_network import IntervalCnn
 from patchguard.guards.local import LocalGuard
 from patchguard.models.ablation import Ablation
 from patchguard.models.bagnet import BagNet
+from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.models.srf import Srf
-from patchguard.runtime import derived_seed
+from patchguard.runtime import derive_seed
 from patchguard.training import comb, losses
 from patchguard.training.augment import Draws, augmented, mixed, quarter, recoloured, resized_crop
 from patchguard.training.curriculum import Stage, coarse, rate, stage_at, stages, thinned
 from patchguard.training.feed import feed_of
 from patchguard.training.initial import start_from, teacher_of
+from patchguard.training.interval_loss import Outlook, drawn, worst_scores
 from patchguard.training.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Trainer:
         self.part = part_of(recipe.batch_size)
         self.preprocess = recipe.preprocess()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derived_seed(recipe.seed, _INITIAL))
+            torch.manual_seed(derive_seed(recipe.seed, _INITIAL))
             self.guard = recipe.guard(self.size, data.class_names)
         if recipe.initial is not None:
             start_from(self.guard, recipe.initial)
@@ -172,7 +172,7 @@ class Trainer:
         recipe = self.recipe
         shown = self.preprocess(images)
         if stage.thin and isinstance(self.model, BagNet):
-            shown = quarter(shown, derived_seed(recipe.seed, _PART, self.steps_done))
+            shown = quarter(shown, derive_seed(recipe.seed, _PART, self.steps_done))
         local_logits = self._local_logits(shown, draws).float()
         weights, low = (recipe.weights, recipe.low) if stage.mask_step is not None else ({"plain": 1.0}, None)
         boxes = self.boxes[stage.mask_step, stage.thin]
@@ -264,7 +264,7 @@ class Trainer:
         )
 
     def _generator(self, purpose: int, number: int) -> torch.Generator:
-        seed = derived_seed(self.recipe.seed, purpose, number)
+        seed = derive_seed(self.recipe.seed, purpose, number)
         return torch.Generator(self.device).manual_seed(seed)
 
     # -- speed ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from helpers.walking import Layer, check, layout_of, refusal
+from helpers.field_rules import Layer, check_field, derive_layout, refusal_reason
 from torch import nn
 from torch.nn import functional
 
@@ -25,9 +25,9 @@ def test_a_convolution_that_reads_only_padding_is_refused() -> None:
 
 
 def test_rows_and_single_axes_are_held_to_the_same() -> None:
-    assert ONLY_PADDING in refusal(nn.Conv2d(3, 2, 1, stride=(2, 1), padding=(1, 0)), (1, 5))
+    assert ONLY_PADDING in refusal_reason(nn.Conv2d(3, 2, 1, stride=(2, 1), padding=(1, 0)), (1, 5))
     flat = nn.Conv1d(3, 2, 1, stride=2, padding=1)
-    assert ONLY_PADDING in refusal(Layer(lambda x, f: f(x.permute(0, 2, 1, 3).flatten(0, 1)), flat), (4, 1))
+    assert ONLY_PADDING in refusal_reason(Layer(lambda x, f: f(x.permute(0, 2, 1, 3).flatten(0, 1)), flat), (4, 1))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_rows_and_single_axes_are_held_to_the_same() -> None:
 )
 def test_small_images_may_meet_large_kernels(layer: nn.Module, size: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    check(layer, size, exact=True)
+    check_field(layer, size, exact=True)
 
 
 def test_whether_a_window_meets_the_input_agrees_with_all_its_taps() -> None:
@@ -103,16 +103,16 @@ def test_every_convolution_that_is_not_refused_runs_with_its_channels_last() -> 
 
 def test_a_kernel_from_the_image_is_refused() -> None:
     message = "takes weights or settings that depend on the image"
-    assert refusal(Layer(lambda x: functional.conv2d(x, x)), (4, 5)) == message
-    assert refusal(Layer(lambda x: functional.conv2d(torch.ones(2, 3, 9, 9), x)), (4, 5)) == message
+    assert refusal_reason(Layer(lambda x: functional.conv2d(x, x)), (4, 5)) == message
+    assert refusal_reason(Layer(lambda x: functional.conv2d(torch.ones(2, 3, 9, 9), x)), (4, 5)) == message
 
 
 def test_a_kernel_over_images_or_merged_positions_is_refused() -> None:
     layer = nn.Conv2d(3, 3, 1)
-    assert "images of the batch" in refusal(Layer(lambda x, f: f(x.permute(2, 1, 0, 3)), layer), (4, 5))
-    assert "images of the batch" in refusal(Layer(lambda x, f: f(x.permute(3, 1, 2, 0)), layer), (4, 5))
+    assert "images of the batch" in refusal_reason(Layer(lambda x, f: f(x.permute(2, 1, 0, 3)), layer), (4, 5))
+    assert "images of the batch" in refusal_reason(Layer(lambda x, f: f(x.permute(3, 1, 2, 0)), layer), (4, 5))
     rows = nn.Conv2d(4, 4, 1)
-    assert "mixes rows" in refusal(Layer(lambda x, f: f(x.transpose(1, 2)), rows), (4, 5))
+    assert "mixes rows" in refusal_reason(Layer(lambda x, f: f(x.transpose(1, 2)), rows), (4, 5))
 
 
 def test_a_convolution_along_one_axis_reads_rows_or_columns() -> None:
@@ -124,5 +124,5 @@ def test_a_convolution_along_one_axis_reads_rows_or_columns() -> None:
         return lines.view(batch, rows, *lines.shape[1:]).permute(0, 2, 1, 3)
 
     network = Layer(along_columns, nn.Conv1d(3, 2, 3, stride=2, padding=1, dilation=2))
-    check(network, (4, 9), exact=True)
-    assert layout_of(network, (4, 9)).shape[2:] == (4, 4)
+    check_field(network, (4, 9), exact=True)
+    assert derive_layout(network, (4, 9)).shape[2:] == (4, 4)

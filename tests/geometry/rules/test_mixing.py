@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.walking import Layer, check, check_rows, refusal
+from helpers.field_rules import Layer, check_batch_rows, check_field, refusal_reason
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -67,8 +67,8 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
 def test_mixing_channels_keeps_the_box_and_the_image(name: str) -> None:
     torch.manual_seed(0)
     network = Layer(lambda x, f: KEPT[name](f(x)), nn.Conv2d(3, 4, 3, padding=1))
-    check(network, SIZE)
-    check_rows(network, SIZE)
+    check_field(network, SIZE)
+    check_batch_rows(network, SIZE)
 
 
 def test_a_sum_reads_what_its_summands_and_factors_read() -> None:
@@ -78,8 +78,8 @@ def test_a_sum_reads_what_its_summands_and_factors_read() -> None:
         tokens = [f(x).permute(0, 2, 3, 1).reshape(-1, 2, 2) for f in (narrow, wide, narrow)]
         return torch.baddbmm(*tokens).reshape(-1, *SIZE, 4).permute(0, 3, 1, 2)
 
-    check(Layer(product, nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1)), SIZE, exact=True)
-    check(Layer(product, nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1)), SIZE, exact=True)
+    check_field(Layer(product, nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1)), SIZE, exact=True)
+    check_field(Layer(product, nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1)), SIZE, exact=True)
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
@@ -115,7 +115,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_mixing_images_or_positions_is_refused(name: str) -> None:
     function, message = REFUSED[name]
-    assert message in refusal(Layer(function), SIZE)
+    assert message in refusal_reason(Layer(function), SIZE)
 
 
 @pytest.mark.parametrize("missing", ["running_mean", "running_var", "stored"])

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.walking import IMAGES, Layer, check, check_rows, layout_of, refusal
+from helpers.field_rules import IMAGES, Layer, check_batch_rows, check_field, derive_layout, refusal_reason
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -74,8 +74,8 @@ def test_moved_entries_keep_their_box_and_their_image(name: str) -> None:
     torch.manual_seed(0)
     function, *parts = KEPT[name]
     network = Layer(function, *parts)
-    check(network, SIZE, exact=name not in ("rows of two fields", "columns of two fields"))
-    check_rows(network, SIZE)
+    check_field(network, SIZE, exact=name not in ("rows of two fields", "columns of two fields"))
+    check_batch_rows(network, SIZE)
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_would_mix_images_or_lose_positions_is_refused(name: str) -> None:
     function, message = REFUSED[name]
-    assert message in refusal(Layer(function), SIZE)
+    assert message in refusal_reason(Layer(function), SIZE)
 
 
 def test_a_network_with_such_a_squeeze_has_no_field() -> None:
@@ -128,7 +128,7 @@ def test_a_network_with_such_a_squeeze_has_no_field() -> None:
 
 def test_the_rules_never_count_the_images() -> None:
     # A million images cost nothing: no rule builds what has an entry for each of them.
-    layout = layout_of(Layer(lambda x: functional.pad(x, (1, 1, 0, 0, 0, 0, 0, 0))), SIZE)
+    layout = derive_layout(Layer(lambda x: functional.pad(x, (1, 1, 0, 0, 0, 0, 0, 0))), SIZE)
     assert layout.shape == (IMAGES, 3, 6, 9)
     huge = Layout((images(2**61 - 1), channels(3), pixels("row", 4), pixels("column", 5)))
     assert view(Call("view", {"self": huge}, ((3 * (2**61 - 1), 20),))).shape == (3 * (2**61 - 1), 20)

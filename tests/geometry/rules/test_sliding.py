@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.walking import Layer, check, check_rows, layout_of, refusal
+from helpers.field_rules import Layer, check_batch_rows, check_field, derive_layout, refusal_reason
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -71,8 +71,8 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_rule_allows_just_what_moves_the_cells(name: str) -> None:
     torch.manual_seed(0)
     network = Layer(lambda x, f: KEPT[name](f(x)), nn.Conv2d(3, 3, 1))
-    check(network, SIZE, exact="max" not in name and "uneven" not in name)
-    check_rows(network, SIZE)
+    check_field(network, SIZE, exact="max" not in name and "uneven" not in name)
+    check_batch_rows(network, SIZE)
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
@@ -102,11 +102,11 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_moves_along_images_or_over_all_rows_is_refused(name: str) -> None:
     function, message = REFUSED[name]
-    assert message in refusal(Layer(function), SIZE)
+    assert message in refusal_reason(Layer(function), SIZE)
 
 
 def test_a_window_that_lies_in_the_padding_reads_nothing() -> None:
-    _, _, (rows,), _ = layout_of(nn.Conv2d(3, 2, 1, padding=2), SIZE).dimensions
+    _, _, (rows,), _ = derive_layout(nn.Conv2d(3, 2, 1, padding=2), SIZE).dimensions
     assert (rows.low > rows.high).tolist() == [True, True, *[False] * 7, True, True]
 
 

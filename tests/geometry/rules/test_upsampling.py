@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers.walking import Layer, check, layout_of
+from helpers.field_rules import Layer, check_field, derive_layout
 from torch import nn
 from torch.nn import functional
 
@@ -141,7 +141,7 @@ def test_both_axes_of_an_upsampling_layer_have_their_own_factor(mode: str, corne
         wide = functional.interpolate(x, scale_factor=(2.05, 1.3), mode=mode, align_corners=corners)
         return head(functional.interpolate(wide, (9, 20), mode=mode, align_corners=corners))
 
-    check(Layer(enlarge, nn.Conv2d(3, 2, 1)), (7, 9))
+    check_field(Layer(enlarge, nn.Conv2d(3, 2, 1)), (7, 9))
 
 
 def test_the_explicit_overload_carries_its_factors_too() -> None:
@@ -149,8 +149,8 @@ def test_the_explicit_overload_carries_its_factors_too() -> None:
         return torch.ops.aten.upsample_nearest2d.default(x, [14, 27], 2.0, 3.0)
 
     network = Layer(enlarge)
-    check(network, (7, 9), exact=False)
-    _, _, (rows,), (columns,) = layout_of(network, (7, 9)).dimensions
+    check_field(network, (7, 9), exact=False)
+    _, _, (rows,), (columns,) = derive_layout(network, (7, 9)).dimensions
     assert rows.low.tolist() == np.repeat(np.arange(7), 2).tolist()
     assert (columns.high - columns.low).max() <= 1
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from helpers.tiny import build_once
+from helpers.small_guards import build_once
 from patchguard.defenses import (
     CellMasking,
     ClippedSum,
@@ -45,7 +45,7 @@ GUARDS: dict[str, tuple[Defense, Evidence]] = {
 }
 
 
-class Strongest(nn.Module):
+class StrongestColor(nn.Module):
     """z_k = gain * tanh-like of (mean of channel k - mean of all channels) over 3 x 3 pixels."""
 
     def __init__(self) -> None:
@@ -64,15 +64,15 @@ class Strongest(nn.Module):
 
 
 @build_once
-def guard(name: str, patch: Patch = PATCH, resized: int | None = None) -> LocalGuard:
+def color_guard(name: str, patch: Patch = PATCH, resized: int | None = None) -> LocalGuard:
     """A guard of the crafted network whose masks fit the patch, behind a resize if wanted."""
     defense, evidence = GUARDS[name]
-    model = wrap(Strongest(), classes=3, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), smallest_input=(3, 3))
+    model = wrap(StrongestColor(), classes=3, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), smallest_input=(3, 3))
     steps = () if resized is None else (Resize(height=resized, width=resized, mode="bicubic"),)
     return LocalGuard(Preprocess(steps), model, evidence, defense).for_patch(patch, SIDE, SIDE)
 
 
-def paintings(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def tinted_images(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Coarse noise with a tint: of the class, more or less strong. Whole 8-bit pixels, as from a file."""
     generator = torch.Generator().manual_seed(seed)
     target = torch.randint(3, (count,), generator=generator)

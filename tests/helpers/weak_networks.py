@@ -12,7 +12,7 @@ from patchguard.models import LocalModel
 CELL = 8  # pixels
 
 
-class Crafted(LocalModel):
+class TwoClassNetwork(LocalModel):
     """Two classes in cells of 8 x 8 pixels: class 0 is a constant, class 1 what a subclass says."""
 
     constant = 1.0
@@ -28,7 +28,7 @@ class Crafted(LocalModel):
         return CELL, CELL
 
 
-class Spike(Crafted):
+class Spike(TwoClassNetwork):
     """One bright red pixel makes the logit of class 1 enormous."""
 
     constant = 5.0
@@ -37,7 +37,7 @@ class Spike(Crafted):
         return 400 * nn.functional.max_pool2d(pixels[:, :1], CELL) ** 2
 
 
-class Texture(Crafted):
+class Texture(TwoClassNetwork):
     """Red stripes and bright green speak for class 1; green alone is enough."""
 
     constant = 1.6
@@ -47,11 +47,11 @@ class Texture(Crafted):
         return nn.functional.avg_pool2d(30 * stripes + 100 * pixels[:, 1:2] ** 4, CELL)
 
 
-def undefended(model: LocalModel) -> LocalGuard:
+def undefended_guard(model: LocalModel) -> LocalGuard:
     return LocalGuard(Preprocess(), model.eval(), Evidence(low=None), Undefended())
 
 
-def dark(count: int, side: int = 32) -> torch.Tensor:
+def dark_images(count: int, side: int = 32) -> torch.Tensor:
     """Images in 8 bits, dark but not flat, all of class 0."""
     drawn = torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(0))
     return (20 + 4 * drawn).to(torch.uint8)

@@ -5,7 +5,7 @@ import sys
 import torch
 from safetensors.torch import save_file
 
-from helpers.stripes import recipe, stripes
+from helpers.stripe_dataset import recipe, stripes
 from patchguard import runtime
 from patchguard.training.augment import Draws
 from patchguard.training.curriculum import Stage

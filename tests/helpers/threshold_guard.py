@@ -29,8 +29,8 @@ SIDE, PATCH = 12, Patch(2)
 THRESHOLD = 127.5 / 255
 STRENGTH = 100.0
 ANY = Windows.sliding(grid=(1, 1), size=(1, 1))
-sound = Windows.reached_by
-derived = LocalGuard._cells
+reached_by = Windows.reached_by
+derive_field = LocalGuard._cells
 
 
 def network() -> LocalModel:
@@ -47,29 +47,29 @@ def network() -> LocalModel:
     return model.eval()
 
 
-def brightness_guard(defense: Defense | None = None) -> LocalGuard:
+def make_guard(defense: Defense | None = None) -> LocalGuard:
     """The guard with masks for a patch of 2 x 2 pixels, as wide as `Windows.reached_by` says."""
     evidence = Evidence(low=None, drift=1e-3)
     plain = LocalGuard(Preprocess(), network(), evidence, defense or DoubleMasking(masks=ANY), NAMES)
     return plain.for_patch(PATCH, SIDE, SIDE)
 
 
-def save(path: Path, defense: Defense | None = None) -> str:
+def save_guard(path: Path, defense: Defense | None = None) -> str:
     """Write the guard to a file."""
-    zoo.save(brightness_guard(defense), path, recipe={"patch": {"height": 2, "width": 2, "count": 1}})
+    zoo.save(make_guard(defense), path, recipe={"patch": {"height": 2, "width": 2, "count": 1}})
     return str(path)
 
 
-def too_small(patch: Patch, field: Field) -> Windows:
+def shrink_windows(patch: Patch, field: Field) -> Windows:
     """The planted mistake: windows that lack one row and one column of the cells a patch reaches."""
-    true = sound(patch, field)
+    true = reached_by(patch, field)
     rows, columns = (tuple((first, last - 1) for first, last in axis) for axis in (true.rows, true.columns))
     return Windows(grid=true.grid, rows=rows, columns=columns, pairs=true.pairs, wrap=true.wrap, count=true.count)
 
 
-def seen_less(guard: LocalGuard, height: int, width: int) -> Field:
+def shrink_field(guard: LocalGuard, height: int, width: int) -> Field:
     """The other planted mistake: cells that are said to read one row and one column less than they do."""
-    true = derived(guard, height, width)
+    true = derive_field(guard, height, width)
     rows, columns = (
         Axis(starts=axis.starts, lengths=tuple(length - 1 for length in axis.lengths), size=axis.size)
         for axis in (true.rows, true.columns)
@@ -78,19 +78,19 @@ def seen_less(guard: LocalGuard, height: int, width: int) -> Field:
 
 
 @contextmanager
-def planted(mistake: str = "windows") -> Iterator[None]:
+def plant_mistake(mistake: str = "windows") -> Iterator[None]:
     """Make every certificate wrong."""
     with pytest.MonkeyPatch.context() as patched:
         guard_file._reached.cache_clear()
         if mistake == "windows":
-            patched.setattr(Windows, "reached_by", staticmethod(too_small))
+            patched.setattr(Windows, "reached_by", staticmethod(shrink_windows))
         else:
-            patched.setattr(LocalGuard, "_cells", seen_less)
+            patched.setattr(LocalGuard, "_cells", shrink_field)
         yield
     guard_file._reached.cache_clear()
 
 
-def draw(folder: Path, count: int, seed: int = 0) -> Path:
+def write_images(folder: Path, count: int, seed: int = 0) -> Path:
     """Write pictures of one grey each, just above and just below the threshold, with a little noise."""
     chance = np.random.default_rng(seed)
     for name, grey in (("bright", 128), ("dark", 127)):

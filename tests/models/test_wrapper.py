@@ -1,10 +1,10 @@
 import pytest
 import torch
-from helpers.influence import fresh, moved, picture, reached
+from helpers.pixel_influence import build_random, changed_cells, expected_cells, random_image
 from torch import nn
 
 from patchguard.errors import InputError
-from patchguard.models.bridge import wrap
+from patchguard.models.wrapper import wrap
 
 
 class TwoOutputs(nn.Module):
@@ -29,7 +29,7 @@ def heads() -> dict[str, nn.Module]:
 
 
 def test_a_module_with_local_logits_is_taken_as_it_is():
-    module, images = fresh(local), picture(17, 20)
+    module, images = build_random(local), random_image(17, 20)
     model = wrap(module, 4, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)).double()
     with torch.inference_mode():
         assert torch.equal(model(images), module(images))
@@ -37,7 +37,7 @@ def test_a_module_with_local_logits_is_taken_as_it_is():
 
 @pytest.mark.parametrize("kind", list(heads()))
 def test_a_head_is_applied_at_each_position(kind):
-    trunk, head, images = fresh(features), fresh(lambda: heads()[kind]), picture(17, 20, batch=2)
+    trunk, head, images = build_random(features), build_random(lambda: heads()[kind]), random_image(17, 20, batch=2)
     model = wrap((trunk, head), 4).double()
     with torch.inference_mode():
         local_logits, maps = model(images), trunk(model.normalize(images))
@@ -52,10 +52,10 @@ def test_images_are_normalised_with_the_given_statistics():
 
 
 def test_a_pixel_moves_exactly_the_cells_whose_field_holds_it():
-    model = wrap(fresh(local), 4).double()
+    model = wrap(build_random(local), 4).double()
     for pixel in [(0, 0), (8, 9), (9, 8), (16, 17)]:
-        seen = moved(model, 19, 21, pixel)
-        assert (seen == reached(seen.shape, pixel, size=9, stride=2, first=0)).all(), pixel
+        seen = changed_cells(model, 19, 21, pixel)
+        assert (seen == expected_cells(seen.shape, pixel, size=9, stride=2, first=0)).all(), pixel
 
 
 @pytest.mark.parametrize("kind", list(heads()))

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from patchguard.errors import InputError
-from patchguard.models.base import IMAGENET_MEAN, IMAGENET_STD, LocalModel, linear_at_cells
+from patchguard.models.base import IMAGENET_MEAN, IMAGENET_STD, LocalModel, apply_linear_at_cells
 
 
 def wrap(
@@ -66,9 +66,9 @@ class Wrapped(LocalModel):
         self, normalized: Float[Tensor, "batch 3 height width"]
     ) -> Float[Tensor, "batch classes rows columns"]:
         """Return what the network returns, with its head applied at each position if it came separately."""
-        local_logits = checked_maps(self.features(normalized), "module" if self.head is None else "features")
+        local_logits = check_feature_maps(self.features(normalized), "module" if self.head is None else "features")
         if isinstance(self.head, nn.Linear):
-            local_logits = linear_at_cells(self.head, local_logits)
+            local_logits = apply_linear_at_cells(self.head, local_logits)
         elif self.head is not None:
             local_logits = self.head(local_logits.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         if local_logits.shape[1] != self.classes:
@@ -89,7 +89,7 @@ class Wrapped(LocalModel):
         )
 
 
-def checked_maps(output: object, part: str) -> Tensor:
+def check_feature_maps(output: object, part: str) -> Tensor:
     """Return the `output` of the user's network if it is a tensor with rows and columns, or raise."""
     if not isinstance(output, Tensor) or output.dim() != 4:
         got = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.stripes import folder, folder_options
+from helpers.stripe_dataset import folder, folder_options
 from typer.testing import CliRunner
 
 import patchguard as pg
@@ -13,11 +13,11 @@ from patchguard import models
 from patchguard.cli import app
 from patchguard.errors import InputError
 from patchguard.guards.interval import IntervalGuard, covered, positions
-from patchguard.guards.interval_loss import Outlook, drawn, worst_scores
 from patchguard.patch import Patch
 from patchguard.training import recipes
 from patchguard.training.augment import Draws
 from patchguard.training.curriculum import stage_at
+from patchguard.training.interval_loss import Outlook, drawn, worst_scores
 
 SMALL = {"side": 8, "widths": [4, 6], "kernels": [3, 4], "strides": [1, 2]}
 

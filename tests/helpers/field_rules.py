@@ -29,7 +29,7 @@ class Layer(nn.Module):
         return self.function(x, *self.parts)
 
 
-def layout_of(network: nn.Module, size: tuple[int, int]) -> Layout:
+def derive_layout(network: nn.Module, size: tuple[int, int]) -> Layout:
     """What the network's output reads of IMAGES images of `size`, by the rule of each operation in turn."""
     with torch.no_grad():
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -77,9 +77,9 @@ def _value(argument: Any, values: dict[Node, Any]) -> Any:
     return values[argument] if isinstance(argument, Node) else argument
 
 
-def boxes(network: nn.Module, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+def allowed_pixels(network: nn.Module, size: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     """Which rows of pixels each row of cells may read by the rules, and the same for columns."""
-    _, _, (rows,), (columns,) = layout_of(network, size).dimensions
+    _, _, (rows,), (columns,) = derive_layout(network, size).dimensions
     assert (rows.kind, columns.kind) == ("row", "column")
     return tuple(
         (factor.low[:, None] <= np.arange(count)) & (np.arange(count) <= factor.high[:, None])
@@ -87,7 +87,9 @@ def boxes(network: nn.Module, size: tuple[int, int]) -> tuple[np.ndarray, np.nda
     )
 
 
-def moves(network: nn.Module, size: tuple[int, int], layout: torch.memory_format) -> tuple[np.ndarray, np.ndarray]:
+def observed_pixels(
+    network: nn.Module, size: tuple[int, int], layout: torch.memory_format
+) -> tuple[np.ndarray, np.ndarray]:
     """Which rows of cells really move with which rows of pixels, in double precision; the same for columns."""
     generator = torch.Generator().manual_seed(0)
     found = []
@@ -105,11 +107,11 @@ def moves(network: nn.Module, size: tuple[int, int], layout: torch.memory_format
     return found[0], found[1]
 
 
-def check(network: nn.Module, size: tuple[int, int], *, exact: bool = False) -> None:
+def check_field(network: nn.Module, size: tuple[int, int], *, exact: bool = False) -> None:
     """No cell moves with a pixel outside its box; if `exact`, the first and last pixel of every box move it."""
-    may = boxes(network, size)
+    may = allowed_pixels(network, size)
     for layout in (torch.contiguous_format, torch.channels_last):
-        for allowed, moved in zip(may, moves(network, size, layout), strict=True):
+        for allowed, moved in zip(may, observed_pixels(network, size, layout), strict=True):
             assert moved.any()
             assert not (moved & ~allowed).any()
             if exact:
@@ -117,7 +119,7 @@ def check(network: nn.Module, size: tuple[int, int], *, exact: bool = False) -> 
                 assert ((upward & downward) == allowed).all()
 
 
-def check_rows(network: nn.Module, size: tuple[int, int]) -> None:
+def check_batch_rows(network: nn.Module, size: tuple[int, int]) -> None:
     """Each row of a batch of 1, 2, 3 or 4 images is what the network gives for that image alone."""
     network.double().eval()
     batch = torch.randn(4, 3, *size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -129,10 +131,10 @@ def check_rows(network: nn.Module, size: tuple[int, int]) -> None:
             torch.testing.assert_close(together, alone[:count], rtol=1e-9, atol=1e-9)
 
 
-def refusal(network: nn.Module, size: tuple[int, int]) -> str:
+def refusal_reason(network: nn.Module, size: tuple[int, int]) -> str:
     """Why the rules refuse the network."""
     try:
-        layout_of(network, size)
+        derive_layout(network, size)
     except Refused as reason:
         return str(reason)
     raise AssertionError("not refused")

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
 from patchguard.guards.interval import bounds, covered, leads, positions
-from patchguard.guards.interval_network import IntervalCnn
+from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.patch import Patch
 from patchguard.training.augment import Draws
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 
-def fresh(factory: Callable[..., nn.Module], **settings: object) -> nn.Module:
+def build_random(factory: Callable[..., nn.Module], **settings: object) -> nn.Module:
     """A model in float64 and evaluation mode, with random batch norm statistics; the same one every time."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
@@ -27,14 +27,14 @@ def intervals(count: int, pixels: int, *, size: int, stride: int, first: int) ->
     return [(max(0, low), min(pixels, high) - max(0, low)) for low, high in ends]
 
 
-def picture(height: int, width: int, batch: int = 1) -> torch.Tensor:
+def random_image(height: int, width: int, batch: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(height * width)
     return torch.rand(batch, 3, height, width, generator=generator, dtype=torch.float64)
 
 
-def moved(model: nn.Module, height: int, width: int, pixel: tuple[int, int]) -> np.ndarray:
+def changed_cells(model: nn.Module, height: int, width: int, pixel: tuple[int, int]) -> np.ndarray:
     """Cells whose logits differ in any bit once one pixel takes one of a few far-off values."""
-    image = picture(height, width)
+    image = random_image(height, width)
     with torch.inference_mode():
         before = model(image)
         differs = torch.zeros(before.shape[-2:], dtype=torch.bool)
@@ -45,7 +45,7 @@ def moved(model: nn.Module, height: int, width: int, pixel: tuple[int, int]) -> 
     return differs.numpy()
 
 
-def reached(cells: tuple[int, int], pixel: tuple[int, int], *, size: int, stride: int, first: int) -> np.ndarray:
+def expected_cells(cells: tuple[int, int], pixel: tuple[int, int], *, size: int, stride: int, first: int) -> np.ndarray:
     """Cells whose field holds the pixel, if cell u reads `size` pixels from first + stride * u on."""
     rows, columns = (
         (first + stride * np.arange(count) <= at) & (at < first + stride * np.arange(count) + size)

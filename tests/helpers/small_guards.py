@@ -33,7 +33,7 @@ def build_once(function: Callable[Inputs, Result]) -> Callable[Inputs, Result]:
     return build_with_own_draws
 
 
-def lively(model: LocalModel) -> LocalModel:
+def randomize_weights(model: LocalModel) -> LocalModel:
     """The same random weights every time, with random batch norm statistics."""
     generator = torch.Generator().manual_seed(3)
     for layer in model.modules():
@@ -49,7 +49,7 @@ def lively(model: LocalModel) -> LocalModel:
 
 
 @build_once
-def thin(name: str) -> LocalModel:
+def build_thin_model(name: str) -> LocalModel:
     """One thin network for all tests that only look at its field: deriving one takes seconds."""
     return build(name, classes=10, **({"widths": [8, 8, 8]} if name == "srf" else {"width": 0.02}))
 
@@ -57,7 +57,7 @@ def thin(name: str) -> LocalModel:
 @build_once
 def srf_guard(side: int = 16, patch: int = 2) -> LocalGuard:
     """Double masking of a thin network with a field of 5 pixels."""
-    model = lively(build("srf", classes=3, field=5, widths=[8, 12]))
+    model = randomize_weights(build("srf", classes=3, field=5, widths=[8, 12]))
     guard = LocalGuard(Preprocess(), model, Evidence(low=None, drift=1e-4), DoubleMasking(masks=ANY_MASKS))
     return guard.for_patch(Patch(patch), side, side)
 
@@ -65,13 +65,13 @@ def srf_guard(side: int = 16, patch: int = 2) -> LocalGuard:
 @build_once
 def bagnet_guard(side: int = 12, patch: int = 2) -> LocalGuard:
     """Robust masking of a thin BagNet-9 behind a resize to 56 x 56 pixels."""
-    model = lively(build("bagnet9", classes=3, width=0.05))
+    model = randomize_weights(build("bagnet9", classes=3, width=0.05))
     preprocess = Preprocess((Resize(height=56, width=56, mode="bilinear"),))
     guard = LocalGuard(preprocess, model, Evidence(low=0.0, drift=1e-2), RobustMasking(masks=ANY_MASKS))
     return guard.for_patch(Patch(patch), side, side)
 
 
-def pictures(count: int, height: int, width: int | None = None, seed: int = 0) -> torch.Tensor:
+def random_images(count: int, height: int, width: int | None = None, seed: int = 0) -> torch.Tensor:
     """Smooth random images with much contrast between them."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.rand(count, 3, 4, 4, generator=generator)

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from patchguard.models.band_plan import Architecture, Block, BlockPlan, Indices, Layer, Plan, plan_bands
 from patchguard.models.resnet import BasicBlock, Bottleneck, ResNet
-from patchguard.models.strip import Architecture, Block, BlockPlan, Indices, Layer, Plan, plan_bands
 
 Columns = Float[Tensor, "_batch _channels _columns _rows"]
 Normalized = tuple[nn.Conv2d, nn.BatchNorm2d]
@@ -126,7 +126,7 @@ class Cost(NamedTuple):
     least: int
 
 
-def architecture(backbone: ResNet) -> Architecture:
+def describe_architecture(backbone: ResNet) -> Architecture:
     """Return the geometry of `backbone`."""
     blocks = tuple(
         Block(
@@ -139,13 +139,13 @@ def architecture(backbone: ResNet) -> Architecture:
     return Architecture(_layer(backbone.conv1), POOL if _pools(backbone) else None, blocks, head)
 
 
-def band_cost(architecture: Architecture, size: int, across: int, starts: tuple[int, ...], band: int) -> Cost:
+def compute_band_cost(architecture: Architecture, size: int, across: int, starts: tuple[int, ...], band: int) -> Cost:
     """Return the multiply-adds for bands at `starts` in images of `size` columns by `across` rows."""
     plan = plan_bands(architecture, size, across, starts, band)
     return Cost(plan.plain, plan.fast, plan.least)
 
 
-def folded(backbone: ResNet, *, transposed: bool) -> Network:
+def fold_batch_norm(backbone: ResNet, *, transposed: bool) -> Network:
     """Return the convolutions of `backbone`; `transposed` swaps the two axes of their kernels."""
 
     def fold(convolution: nn.Conv2d, normalization: nn.BatchNorm2d) -> Convolution:
@@ -158,7 +158,7 @@ def folded(backbone: ResNet, *, transposed: bool) -> Network:
         scaled = (weight.to(wide) * scale[:, None, None, None]).to(weight.dtype)
         return Convolution(scaled.contiguous(memory_format=layout), bias.to(weight.dtype), _layer(convolution))
 
-    layout = memory_format(backbone)
+    layout = find_memory_format(backbone)
     blocks = tuple(
         Residual(main=tuple(fold(*pair) for pair in main), shortcut=None if shortcut is None else fold(*shortcut))
         for main, shortcut in _blocks(backbone)
@@ -195,7 +195,7 @@ def _pools(backbone: ResNet) -> bool:
     return isinstance(backbone.maxpool, nn.MaxPool2d)
 
 
-def memory_format(backbone: nn.Module) -> torch.memory_format:
+def find_memory_format(backbone: nn.Module) -> torch.memory_format:
     """Return the memory format of the convolutions' weights, in which the whole evaluation then runs."""
     for weight in backbone.parameters():
         if weight.ndim == 4 and not weight.is_contiguous():
@@ -203,7 +203,7 @@ def memory_format(backbone: nn.Module) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def band_logits(
+def compute_band_logits(
     backbone: ResNet,
     inputs: Float[Tensor, "batch channels height width"],
     starts: Sequence[int],
@@ -218,8 +218,8 @@ def band_logits(
     most about `chunk` pairs of image and band are evaluated at once. Batch normalisation uses its running
     statistics.
     """
-    network, geometry = folded(backbone, transposed=columns), architecture(backbone)
-    layout = memory_format(backbone)
+    network, geometry = fold_batch_norm(backbone, transposed=columns), describe_architecture(backbone)
+    layout = find_memory_format(backbone)
     images = inputs.transpose(2, 3) if columns else inputs
     size, across = images.shape[2:]
     # One column of zeros behind the last: what a window shows outside its band.

@@ -1,0 +1,170 @@
+"""The published models answer as they always did: labels, margins and certificate files, bit for bit.
+
+tests/golden/ was recorded with release 0.1.0 (tests/golden/README.md). Where torch or the CPU is another one, the
+network rounds differently: labels must be equal then, and margins may move by what the drift allows.
+"""
+
+import hashlib
+import json
+import shutil
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import patchguard as pg
+from patchguard import verify
+from patchguard.cli import app
+from patchguard.data import sample
+from patchguard.data.loading import resized
+from patchguard.storage import certificate_file, zoo
+
+GOLDEN = Path(__file__).parent / "golden"
+RECORD = json.loads((GOLDEN / "record.json").read_text())
+VALUES = dict(np.load(GOLDEN / "values.npz"))
+CERTIFYING = tuple(name for name in zoo.PUBLISHED if name != "cifar10_resnet18")
+SAME_MACHINE = (RECORD["torch"], RECORD["cpu_capability"]) == (
+    torch.__version__,
+    torch.backends.cpu.get_cpu_capability(),
+)
+only_here = pytest.mark.skipif(not SAME_MACHINE, reason="recorded with another torch or CPU")
+
+
+@cache
+def load(name: str):
+    return pg.load(name)
+
+
+def images_for(name: str, count: int) -> torch.Tensor:
+    """8-bit source images: those of the sample, enlarged for the model of large photos."""
+    images = sample.load().images[:count]
+    return torch.stack([resized(image, (224, 224)) for image in images]) if name == "imagenette_bn17" else images
+
+
+def patch_for(name: str) -> pg.Patch:
+    return pg.Patch.of_area(0.02, height=224, width=224) if name == "imagenette_bn17" else pg.Patch(5)
+
+
+def check_values(name: str, count: int) -> None:
+    guard = load(name)
+    certificate = guard.certify(images_for(name, count).float() / 255, patch_for(name))
+    margin, expected = certificate.margin.numpy(), VALUES[f"{name}/margin"][:count]
+    assert certificate.label.tolist() == VALUES[f"{name}/label"][:count].tolist()
+    if SAME_MACHINE:
+        assert margin.tolist() == expected.tolist()
+        assert certificate.certified.tolist() == (expected > 0).tolist()
+        assert certificate.weakest.flatten().tolist() == VALUES[f"{name}/weakest"][:count].tolist()
+        assert certificate.rival.tolist() == VALUES[f"{name}/rival"][:count].tolist()
+    else:
+        rows, columns = guard.defense.masks.grid
+        assert np.abs(margin - expected).max() <= 2 * guard.evidence.drift * rows * columns
+
+
+@pytest.mark.parametrize(("name", "count"), [("cifar10", 24), ("cifar10_mask_srf", 8), ("cifar10_mask_ds", 8)])
+def test_some_labels_and_margins_are_those_of_release_0_1(name, count) -> None:
+    check_values(name, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CERTIFYING)
+def test_all_labels_and_margins_are_those_of_release_0_1(name) -> None:
+    check_values(name, len(VALUES[f"{name}/label"]))
+
+
+def test_the_labels_of_the_undefended_model_are_those_of_release_0_1() -> None:
+    label = load("cifar10_resnet18").predict(images_for("cifar10_resnet18", 32).float() / 255).label
+    assert label.tolist() == VALUES["cifar10_resnet18/label"][:32].tolist()
+
+
+@pytest.mark.slow
+def test_all_labels_of_the_undefended_model_are_those_of_release_0_1() -> None:
+    label = load("cifar10_resnet18").predict(images_for("cifar10_resnet18", 500).float() / 255).label
+    assert label.tolist() == VALUES["cifar10_resnet18/label"].tolist()
+
+
+def test_prediction_and_certificate_agree_on_the_label() -> None:
+    label = load("cifar10").predict(images_for("cifar10", 8).float() / 255).label
+    assert label.tolist() == VALUES["cifar10/label"][:8].tolist()
+
+
+def test_the_enlarged_images_are_the_recorded_ones() -> None:
+    """A test of resizing: the values of imagenette_bn17 mean nothing on other images."""
+    content = images_for("imagenette_bn17", 60).numpy().tobytes()
+    assert hashlib.sha256(content).hexdigest() == RECORD["enlarged_images"]
+
+
+@pytest.mark.parametrize("name", zoo.PUBLISHED)
+def test_published_files_and_their_digests_stay(name) -> None:
+    file = zoo.file_of(name)
+    assert file.digest == RECORD["file_digests"][name]
+    assert hashlib.sha256(file.path.read_bytes()).hexdigest() == RECORD["file_sha256"][name]
+    assert zoo.digest(load(name)) == RECORD["guard_digests"][name]
+
+
+# -- certificate files -------------------------------------------------------------------------------------------------
+
+
+def check_bytes(name: str, image: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificate_file, "__version__", RECORD["package"])
+    path = folder / f"{name}-{image}.pgc"
+    certificate_file.write(path, load(name), images_for(name, image + 1)[image], patch_for(name))
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == RECORD["certificate_sha256"][path.name]
+
+
+@only_here
+@pytest.mark.parametrize("name", ["cifar10", "cifar10_mask_ds"])
+def test_certificate_files_have_the_bytes_of_release_0_1(name, tmp_path, monkeypatch) -> None:
+    check_bytes(name, 0, tmp_path, monkeypatch)
+
+
+@only_here
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CERTIFYING)
+@pytest.mark.parametrize("image", range(3))
+def test_all_recorded_certificate_files_have_the_bytes_of_release_0_1(name, image, tmp_path, monkeypatch) -> None:
+    check_bytes(name, image, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("path", sorted((GOLDEN / "certificates").glob("*.pgc")), ids=lambda path: path.stem)
+def test_certificate_files_of_release_0_1_still_verify(path) -> None:
+    name, _, image = path.stem.rpartition("-")
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == RECORD["certificate_sha256"][path.name]
+    verdict = verify.check(path)
+    assert verdict.valid, verdict.reason
+    assert verdict.certified == (VALUES[f"{name}/margin"][int(image)] > 0)
+    assert f"label {VALUES[f'{name}/label'][int(image)]} is" in verdict.reason
+
+
+# -- run folders -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["certify", "attack"])
+def test_run_folders_of_release_0_1_still_give_a_report(kind, tmp_path) -> None:
+    folder = Path(shutil.copytree(GOLDEN / "runs" / kind, tmp_path / kind))
+    shown = CliRunner().invoke(app, ["report", str(folder)], catch_exceptions=False)
+    assert shown.exit_code == 0, shown.output
+    page = (folder / "report.html").read_text()
+    assert "66.7" in page
+    assert "test/02745" in page
+
+
+@only_here
+def test_a_run_of_release_0_1_that_was_stopped_is_resumed(tmp_path) -> None:
+    folder = Path(shutil.copytree(GOLDEN / "runs" / "certify", tmp_path / "run"))
+    (folder / "summary.json").unlink()
+    shard = folder / "records-00000.jsonl"
+    lines = shard.read_text().splitlines(keepends=True)
+    shard.write_text("".join(lines[:-1]))
+    shown = CliRunner().invoke(
+        app, ["certify", "--limit", "3", "--patch", "5", "--patch", "2", "--out", str(folder), "--mix-versions"]
+    )
+    assert shown.exit_code == 0, shown.output
+    resumed = shard.read_text().splitlines(keepends=True)
+    assert resumed[:-1] == lines[:-1], "finished work was computed again"
+    new, old = json.loads(resumed[-1]), json.loads(lines[-1])
+    assert new["name"] == old["name"]
+    assert new["patches"]["5x5"]["margin"] == old["patches"]["5x5"]["margin"]
+    assert new["patches"]["2x2"]["margin"] == old["patches"]["2x2"]["margin"]

@@ -393,7 +393,8 @@ def test_masks_may_be_any_boxes(tmp_path):
 @pytest.fixture
 def stated(tmp_path):
     """The file of a guard whose proofs the checker cannot recompute, the guard and the image."""
-    guard = IntervalGuard(lively(build("interval_cnn", classes=3, side=8, widths=(2,), kernels=(3,), strides=(2,))))
+    network = build("interval_cnn", classes=3, side=8, widths=(2,), kernels=(3,), strides=(2,))
+    guard = IntervalGuard(randomize_weights(network))
     pixels, path = image(8), tmp_path / "image.pgc"
     certificate_file.write(path, guard, pixels, Patch(1))
     return path.read_bytes(), guard, pixels

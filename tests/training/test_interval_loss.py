@@ -12,7 +12,7 @@ import patchguard as pg
 from patchguard import models
 from patchguard.cli import app
 from patchguard.errors import InputError
-from patchguard.guards.interval import IntervalGuard, covered, positions
+from patchguard.guards.interval import IntervalGuard, covered_pixels, positions
 from patchguard.patch import Patch
 from patchguard.training import recipes
 from patchguard.training.augment import Draws
@@ -31,7 +31,7 @@ def small() -> models.LocalModel:
 def test_what_training_minimises_is_the_margin_that_is_certified() -> None:
     model, images = small(), torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     places = positions(Patch(3), 8, 8)
-    inside = covered(places, Patch(3), 8, 8).expand(4, *[-1] * 4)
+    inside = covered_pixels(places, Patch(3), 8, 8).expand(4, *[-1] * 4)
     with torch.no_grad():
         logits, lead = Outlook(model)(images, inside, torch.tensor(1.0))
     proof = IntervalGuard(model).certify(images, Patch(3))
@@ -42,7 +42,7 @@ def test_what_training_minimises_is_the_margin_that_is_certified() -> None:
 
 def test_without_a_radius_the_bounds_are_the_logits_and_they_widen_with_it() -> None:
     model, images = small(), torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    inside = covered(positions(Patch(2), 8, 8)[:5], Patch(2), 8, 8).expand(4, *[-1] * 4)
+    inside = covered_pixels(positions(Patch(2), 8, 8)[:5], Patch(2), 8, 8).expand(4, *[-1] * 4)
     with torch.no_grad():
         results = [Outlook(model)(images, inside, torch.tensor(share)) for share in (0.0, 0.5, 1.0)]
     logits, lead = results[0]

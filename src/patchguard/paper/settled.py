@@ -27,9 +27,8 @@ from patchguard.defenses import (
 from patchguard.defenses.base import Defense, select, tau_units
 from patchguard.defenses.clipped_sum import enumerable
 from patchguard.defenses.evidence import EvidenceMap
-from patchguard.defenses.integral import integral_image
 from patchguard.defenses.order_statistics import ascending, cells_of
-from patchguard.defenses.window_products import nothing
+from patchguard.defenses.window_products import integral_image, nothing
 from patchguard.defenses.window_sums import best_cover, heaviest, heaviest_union, sums
 from patchguard.geometry.windows import Windows
 

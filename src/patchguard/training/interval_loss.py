@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from patchguard.guards.interval import bounds, covered, leads, positions
+from patchguard.guards.interval import bound_leads, bound_network, covered_pixels, positions
 from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.patch import Patch
 from patchguard.training.augment import Draws
@@ -40,11 +40,11 @@ class Outlook(nn.Module):
         logits = model.local_logits(normalized).flatten(1)
         black, white = (model.normalize(torch.full_like(pixels[:1, :, :1, :1], each)) for each in (0.0, 1.0))
         seen = normalized.unsqueeze(1)
-        centre = torch.where(inside, torch.lerp(seen, (black + white).expand_as(seen) / 2, share), seen).flatten(0, 1)
+        center = torch.where(inside, torch.lerp(seen, (black + white).expand_as(seen) / 2, share), seen).flatten(0, 1)
         radius = torch.where(inside, share * (white - black) / 2, 0.0).flatten(0, 1)
-        centre, radius = bounds(model, centre, radius, product=convolved, charge=nothing)
+        center, radius = bound_network(model, center, radius, product=convolved, charge=nothing)
         with torch.autocast(pixels.device.type, enabled=False):
-            lead = leads(model.fc, centre.float(), radius.float(), charge=nothing)
+            lead = bound_leads(model.fc, center.float(), radius.float(), charge=nothing)
         return logits, lead.view(*inside.shape[:2], *lead.shape[1:])
 
 
@@ -62,7 +62,7 @@ def drawn(patch: Patch, size: tuple[int, int], draws: Draws, count: int) -> Bool
     """Return which pixels `count` patches per image cover, each by itself on a random position."""
     places = positions(patch, size[0], size[1], draws.generator.device)
     chosen = places[draws.whole(len(places), count)]  # batch, count, 2
-    return covered(chosen.flatten(0, 1), patch, *size).view(*chosen.shape[:2], 1, *size)
+    return covered_pixels(chosen.flatten(0, 1), patch, *size).view(*chosen.shape[:2], 1, *size)
 
 
 def worst_scores(

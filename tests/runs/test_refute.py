@@ -99,7 +99,7 @@ def test_an_attack_that_leaves_its_patch_is_a_mistake_of_the_attack(tmp_path):
 
 def test_a_run_is_summed_up_only_when_every_image_is_recorded_once(tmp_path):
     job, folder = trial(build("colours")).job, Folder(tmp_path / "run")
-    counts = SimpleNamespace(images=4, errors=0, add=None)
+    counts = SimpleNamespace(images=4, errors=0, add=print)
 
     def recorded(*indices: int) -> Folder:
         for shard in folder.shards():

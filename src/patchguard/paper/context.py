@@ -29,6 +29,7 @@ from patchguard.runs.job import matched
 from patchguard.storage import zoo
 from patchguard.storage.presets import PRESETS
 from patchguard.training import recipes
+from patchguard.training.recipe import Recipe, read_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +108,10 @@ class Context:
         else:
             for before in self._needed(name):
                 yield from self._commands(before)
-            recipe, root = recipes.named(name), "" if self.data_root is None else f" --data {self.data_root}"
-            begins = {key: getattr(recipe, key) for key in ("initial", "teacher")}
-            elsewhere = {key: each for key, each in begins.items() if each and not _in_zoo(each)}
+            starts, root = _starting_models(recipes.get_recipe(name)), ""
+            if self.data_root is not None:
+                root = f" --data {self.data_root}"
+            elsewhere = {key: each for key, each in starts.items() if not _in_zoo(each)}
             found = "".join(f" --set {key}={self._made(each)}" for key, each in elsewhere.items())
             yield f"patchguard train --recipe {name}{root} --out {self._made(name).parent}{found}"
 
@@ -141,8 +143,8 @@ class Context:
 
     def _needed(self, name: str) -> list[str]:
         """The models that a recipe begins with and that are not here."""
-        recipe = recipes.named(name)
-        return [each for each in dict.fromkeys((recipe.initial, recipe.teacher)) if each and self._file(each) is None]
+        starts = _starting_models(recipes.get_recipe(name))
+        return [each for each in dict.fromkeys(starts.values()) if self._file(each) is None]
 
     def _train(self, name: str) -> None:
         from patchguard.training import run
@@ -151,13 +153,12 @@ class Context:
             raise Missing(f"not run: no trained {name} here, and no recipe. {self.command(name)}")
         while before := self._needed(name):
             self._train(before[0])
-        recipe = recipes.named(name)
-        known = {each: self._file(each) for each in (recipe.initial, recipe.teacher) if each}
-        paths = {key: str(known[each]) for key in ("initial", "teacher") if (each := getattr(recipe, key))}
+        recipe = recipes.get_recipe(name)
+        paths = {key: str(self._file(each)) for key, each in _starting_models(recipe).items()}
         out = self._made(name).parent
         logger.info("training %s into %s", name, out)
         options = run.Options(
-            recipe=recipe.changed(paths) if paths else recipe,
+            recipe=recipe.override(paths),
             data=data_root(self.data_root),
             out=out,
             device=str(self.device),
@@ -214,7 +215,7 @@ class Context:
 
     def prepares(self, name: str) -> Preprocess:
         """Return how photos become what a network sees, if it has no way of its own: as those that it learned from."""
-        side = (zoo.inspect(self._file(name) or name)["recipe"] or {}).get("image_side")
+        side = read_recipe(zoo.inspect(self._file(name) or name)["recipe"] or {}).data.image_size
         return Preprocess((Resize(height=side, width=side, mode="bilinear"),)) if side else PHOTO
 
     def _told(self, about: dict[str, Any]) -> Callable[[int], None]:
@@ -268,3 +269,9 @@ def _digest(source: Source) -> str:
         size = source.state(place).split(" ")[0]
         total.update(f"{name}\0{target}\0{size}\n".encode("utf-8", "surrogateescape"))
     return total.hexdigest()
+
+
+def _starting_models(recipe: Recipe) -> dict[str, str]:
+    """Return the trained models that a recipe starts from, by the setting that names them."""
+    models = {"init_from": recipe.model.init_from, "teacher": recipe.loss.teacher}
+    return {key: name for key, name in models.items() if name}

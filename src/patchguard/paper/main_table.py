@@ -14,7 +14,7 @@ from patchguard.paper.tally import CONFIDENCE, TANH, VOTE, Question, double_mask
 from patchguard.patch import Patch
 from patchguard.runs.metrics import share
 from patchguard.training.evaluate import evaluate
-from patchguard.training.recipe import CIFAR10_SIDE
+from patchguard.training.recipe import CIFAR10_SIZE
 
 WHERE = "tab-huge-provable"
 Rule = Callable[[Windows], Question]
@@ -113,9 +113,9 @@ def interval_rows(context: Context, dataset: str, columns: int) -> list[Row]:
             notes.append(str(lacking))
             continue
         guard.model.to(context.device)
-        images, _ = loaded(context.images(dataset), size=(CIFAR10_SIDE, CIFAR10_SIDE))
+        images, _ = loaded(context.images(dataset), size=(CIFAR10_SIZE, CIFAR10_SIZE))
         found = evaluate(guard, images, patch)
-        ours += [share(found.right, found.count), share(found.proved, found.count)]
+        ours += [share(found.correct, found.total), share(found.certified_correct, found.total)]
         notes.append(name)
     reason = models.trained("cifar10_ibp_2") if any(value is not None for value in ours) else ""
     return [Row(label="IBP", ours=tuple(ours), published=theirs, note="; ".join(notes), reason=reason)]

@@ -5,7 +5,7 @@ The paper claims (apx-more-ds): with the settings for ImageNette and a random 80
 
 Ours: the same three, from recipes that follow the paper number by number; `--train` trains what is not there. Neither
 set comes with this package, and no ImageNet weights: first weights are random unless the recipe is given others
-(`patchguard train --set initial=FILE`). Beside the paper: double masking on the same maps.
+(`patchguard train --set init_from=FILE`). Beside the paper: double masking on the same maps.
 """
 
 from collections.abc import Mapping, Sequence

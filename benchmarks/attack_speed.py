@@ -11,10 +11,10 @@ import torch
 import patchguard as pg
 from patchguard.attacks import Adaptive, PatchPGD
 from patchguard.data import sample
-from patchguard.runtime import choose_device
+from patchguard.runtime import resolve_device
 
 count = int(sys.argv[1]) if len(sys.argv) > 1 else (10_000 if torch.cuda.is_available() else 10)
-device = choose_device(sys.argv[2] if len(sys.argv) > 2 else "auto")
+device = resolve_device(sys.argv[2] if len(sys.argv) > 2 else "auto")
 guard, data, patch = pg.load("cifar10"), sample.load(), pg.Patch(5)
 guard.model.to(device)
 rows = torch.arange(count) % len(data.images)

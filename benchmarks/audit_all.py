@@ -50,7 +50,7 @@ def audited(name: str, device: torch.device) -> dict[str, Any]:
     guard = settled(name, device, side)
     field = guard.field(side, side)
     traced = time.perf_counter()
-    image = torch.rand(3, side, side, generator=runtime.generator(0)).to(device)
+    image = torch.rand(3, side, side, generator=runtime.make_generator(0)).to(device)
     largest = float(guard.local_logits(image[None]).abs().max())
     result = audit(guard.local_logits, field, image=image, tolerance=ROUNDING * largest, batch=BATCH.get(name, 16))
     if device.type == "cuda":
@@ -86,10 +86,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(REGISTRY), default=list(REGISTRY), metavar="NAME")
     settings = parser.parse_args()
 
-    device = runtime.choose_device(settings.device)
+    device = runtime.resolve_device(settings.device)
     with runtime.full_precision(device):
         results = {name: audited(name, device) for name in settings.only}
-    report = {"environment": runtime.environment(), "device": device.type, "networks": results}
+    report = {"environment": runtime.describe_environment(), "device": device.type, "networks": results}
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     settings.out.write_text(json.dumps(report, indent=2) + "\n")
     if not all(result["passed"] for result in results.values()):

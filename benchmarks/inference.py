@@ -56,7 +56,7 @@ def interleaved(tasks: dict[str, Callable[[], Any]], repeats: int, device: torch
 
 def settled(model: LocalModel, size: int) -> LocalModel:
     """Return the model in evaluation mode, with statistics from noise, which keep activations in range."""
-    place, _ = runtime.placement(model)
+    place, _ = runtime.device_and_dtype(model)
     images = torch.rand(4, 3, size, size, device=place)
     model.train()
     with torch.no_grad():
@@ -148,10 +148,10 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true", help="skip torch.compile")
     settings = parser.parse_args()
 
-    device = runtime.choose_device(settings.device)
+    device = runtime.resolve_device(settings.device)
     part = settings.part if settings.part != "auto" else ("mask_bn" if device.type == "cuda" else "srf")
     report: dict[str, Any] = {
-        "environment": runtime.environment(),
+        "environment": runtime.describe_environment(),
         "device": device.type,
         "settings": {key: value for key, value in vars(settings).items() if key != "out"},
     }

@@ -44,31 +44,31 @@ def test_switches_that_were_turned_one_by_one_are_restored_one_by_one():
 
 
 def test_seeds_depend_on_seed_and_index_only():
-    assert runtime.derived_seed(0, 5) == runtime.derived_seed(0, 5)
-    seeds = {runtime.derived_seed(seed, index) for seed in range(10) for index in range(10)}
+    assert runtime.derive_seed(0, 5) == runtime.derive_seed(0, 5)
+    seeds = {runtime.derive_seed(seed, index) for seed in range(10) for index in range(10)}
     assert len(seeds) == 100
-    first, again = (torch.rand(3, generator=runtime.generator(1, 2)) for _ in range(2))
+    first, again = (torch.rand(3, generator=runtime.make_generator(1, 2)) for _ in range(2))
     assert torch.equal(first, again)
     with pytest.raises(InputError, match="at least 0"):
-        runtime.generator(-1)
+        runtime.make_generator(-1)
 
 
 def test_the_environment_names_versions_but_no_machine():
-    stamp = runtime.environment()
+    stamp = runtime.describe_environment()
     assert stamp["torch"] == torch.__version__
     assert stamp["cpu_count"] >= 1
     assert not any("/" in str(value) for value in stamp.values())
 
 
 def test_a_device_that_is_not_here_is_refused():
-    assert runtime.choose_device("cpu") == torch.device("cpu")
+    assert runtime.resolve_device("cpu") == torch.device("cpu")
     with pytest.raises(InputError, match="must be auto, cpu, cuda"):
-        runtime.choose_device("gpu")
+        runtime.resolve_device("gpu")
     with mock.patch("torch.cuda.device_count", return_value=1), pytest.raises(InputError, match="cuda:3"):
-        runtime.choose_device("cuda:3")
+        runtime.resolve_device("cuda:3")
 
 
 @pytest.mark.parametrize("name", ["meta", "mps", "xpu"])
 def test_devices_that_nothing_here_was_tried_on_are_refused(name):
     with pytest.raises(InputError, match="auto, cpu, cuda"):
-        runtime.choose_device(name)
+        runtime.resolve_device(name)

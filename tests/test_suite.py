@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.tiny import build_once
+from helpers.small_guards import build_once
 from hypothesis import settings
 
 ROOT = Path(__file__).parents[1]

@@ -4,6 +4,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from helpers.checker_mistakes import copy, drop, exchange, keep_right, rename, settle, spoil, weaken, widen
 from helpers.claims import (
     RULES,
     decided_behind_one_mask,
@@ -14,7 +15,6 @@ from helpers.claims import (
     trailing,
     uncovered,
 )
-from helpers.planted import copy, drop, exchange, keep_right, rename, settle, spoil, weaken, widen
 
 
 def certify_ties(_, check, claim, per_window, *rest):
@@ -86,10 +86,10 @@ MUTANTS = {
     "nothing is caught": [drop(ROBUST, "whole", "shared")],
     "the label is not recomputed": [settle("_prove", "found", "label", to=False)],
     "the margin is not compared": [settle("_check_margin", "units", "margin", to=False)],
-    "windows are not compared": [spoil("_held", lambda _, __, touched, starts, stops: starts >= 0)],
-    "rows are not compared": [keep_right("_check_windows", "_held", "top", "wide")],
-    "the last position is skipped": [spoil("_touched", skip(slice(-1)))],
-    "the first position is skipped": [spoil("_touched", skip(slice(1, None)))],
+    "windows are not compared": [spoil("_holds", lambda _, __, touched, starts, stops: starts >= 0)],
+    "rows are not compared": [keep_right("_check_windows", "_holds", "top", "wide")],
+    "the last position is skipped": [spoil("_find_touched", skip(slice(-1)))],
+    "the first position is skipped": [spoil("_find_touched", skip(slice(1, None)))],
     "the circle is a line": [spoil("Boxes.columns", stop_at_the_end)],
     "last of equal scores": [spoil("RobustMasking.label", prefer_the_last)],
     "any mask covers": [weaken(f"{DOUBLE}.margins", "sums", "size")],

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.slow
 USE = """
 import json, sys
 import patchguard as pg
-from patchguard import certificate_file, zoo
 from patchguard.data import sample
+from patchguard.storage import certificate_file
 from PIL import Image
 
 guard, data = pg.load("cifar10"), sample.load()

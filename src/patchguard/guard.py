@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, final
 
 import torch
-from jaxtyping import Bool, Float, Float64, Int64
-from torch import Tensor
+from jaxtyping import Bool, Float, Float64, Int64, UInt8
+from torch import Tensor, nn
 
 from patchguard.errors import InputError
 from patchguard.patch import Patch
@@ -102,6 +102,12 @@ def concatenate(answers: list[Answer]) -> Answer:
     return type(first)(**joined)
 
 
+def select_row(answer: Answer, row: int) -> Answer:
+    """Return the answer for one image of a batch, as a batch of one."""
+    rows = {name: value[row : row + 1] for name, value in vars(answer).items() if isinstance(value, Tensor)}
+    return replace(answer, **rows)
+
+
 def move(answer: Answer, device: torch.device) -> Answer:
     """Return the answer with its tensors on a device."""
     tensors = {name: value.to(device) for name, value in vars(answer).items() if isinstance(value, Tensor)}
@@ -173,6 +179,16 @@ class Picture:
     mask: Box | None = None
 
 
+@final
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """What the standalone checker needs to recompute one certificate: entries of the claim, digests, and an array."""
+
+    entries: dict[str, Any]
+    digests: dict[str, str]
+    array: bytes  # a .npy file of 64-bit integers
+
+
 # -- the contract ------------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +216,7 @@ class Guard(ABC):
     call them; a guard that computes several answers in one pass overrides `examine`.
     """
 
+    model: nn.Module  # the network, where there is one: for model files
     kind: ClassVar[str] = ""  # the name of this kind in run.json and certificate files; "" takes the class name
 
     @property
@@ -366,6 +383,25 @@ class Guard(ABC):
         """Return the numbers behind row `row` of an examination, for whoever must understand a refuted proof."""
         return {}
 
+    # -- certificate files ---------------------------------------------------------------------------------------------
+
+    def claim(
+        self, examination: Examination, row: int, certificate: Certificate, patch: Patch, size: tuple[int, int]
+    ) -> Claim | None:
+        """Return what verify.py needs to recompute the certificate of row `row`, which is about one image.
+
+        None where it cannot: the file is then a statement that only the holder of the guard can confirm.
+        """
+        return None
+
+    def compare_claim(self, claim: dict[str, Any], array: Any, pixels: UInt8[Tensor, "3 height width"]) -> str | None:
+        """Return the first way in which a claim of this kind is not about this guard and image, or None."""
+        return f"{type(self).__name__} makes no claims of this kind"
+
+    def has_rule_of(self, claim: dict[str, Any]) -> bool:
+        """Whether the rule in a claim is the guard's as it is, not with masks fitted to the claim's patch."""
+        return True
+
     # -- settings ------------------------------------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
@@ -382,6 +418,10 @@ class Guard(ABC):
                 f"{type(self).__name__}. Leave them out."
             )
         return self
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what makes the answers, besides the network's tensors, as JSON values: what a model file holds."""
+        raise InputError(f"{type(self).__name__} cannot be saved to a model file.")
 
     def to(self, device: torch.device | str) -> "Guard":
         """Move the network to a device; answers come back on the device of the images."""

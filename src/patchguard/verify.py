@@ -40,10 +40,15 @@ Integers = npt.NDArray[np.int64]
 Truths = npt.NDArray[np.bool_]
 
 FORMAT = 1
+STATEMENT = 2  # the format of files without anything to recompute
 MEMBERS = ("certificate.json", "evidence.npy")
 ENTRIES = {
     "format", "package", "class_names", "defense", "evidence", "units", "shape", "source", "patch", "field", "windows",
     "wrap", "label", "margin", "certified", "weakest", "rival", "digests", "digest",
+}  # fmt: skip
+STATED = {
+    "format", "package", "class_names", "guard", "source", "patch", "label", "margin", "certified", "rival", "digests",
+    "digest",
 }  # fmt: skip
 DIGESTS = {"model", "preprocess", "image", "evidence"}
 VOTES = ("vote", "prediction")
@@ -77,14 +82,19 @@ class Refused(Exception):
 @final
 @dataclass(frozen=True)
 class Verdict:
-    """What the check of one file found. A valid file may claim that its image is *not* certified."""
+    """What the check of one file found. A valid file may claim that its image is *not* certified.
+
+    A statement has nothing that could be recomputed here: it is not `checked`, and so not `valid`.
+    """
 
     valid: bool
     certified: bool
     reason: str
+    checked: bool = True
 
     def __str__(self) -> str:
-        return f"{'valid' if self.valid else 'invalid'}: {self.reason}"
+        word = "valid" if self.valid else "invalid" if self.checked else "unchecked"
+        return f"{word}: {self.reason}"
 
 
 # -- the answer --------------------------------------------------------------------------------------------------------
@@ -105,6 +115,8 @@ def check_bytes(data: bytes, condition: str = CONDITION) -> Verdict:
     """
     try:
         claim, layers = read(data)
+        if claim["format"] == STATEMENT:
+            return Verdict(valid=False, certified=False, reason=_state(claim), checked=False)
         return Verdict(valid=True, certified=claim["certified"], reason=_prove(claim, layers, condition))
     except Refused as refusal:
         return Verdict(valid=False, certified=False, reason=str(refusal))
@@ -112,13 +124,32 @@ def check_bytes(data: bytes, condition: str = CONDITION) -> Verdict:
         return Verdict(valid=False, certified=False, reason=f"it cannot be read ({type(error).__name__})")
 
 
+def _state(claim: dict[str, Any]) -> str:
+    """Check that a statement is one, and say what it states and that nothing proves it here."""
+    height, width = (_whole(size, "source", 1, LARGEST_AXIS) for size in _sequence(claim["source"], "source", 2, 2))
+    patch = _entries(claim["patch"], "patch", {"height", "width", "count"})
+    sides = _whole(patch["height"], "patch.height", 1, height), _whole(patch["width"], "patch.width", 1, width)
+    _whole(patch["count"], "patch.count", 1, LARGEST_AXIS)
+    label = _whole(claim["label"], "label", 0, LARGEST_EVIDENCE)
+    _whole(claim["rival"], "rival", 0, LARGEST_EVIDENCE)
+    if type(claim["margin"]) is not float or _flag(claim["certified"], "certified") is not (claim["margin"] > 0):
+        raise Refused("its margin must be a decimal, above 0 where it claims to be certified and nowhere else")
+    if not isinstance(claim["guard"], str) or re.fullmatch("[A-Za-z][A-Za-z0-9_]{0,63}", claim["guard"]) is None:
+        raise Refused("`guard` must be the name of a kind of guard")
+    outcome = "certified" if claim["certified"] else "NOT certified"
+    return (
+        f"it states that label {label} is {outcome} against every {sides[0]} x {sides[1]} patch, but holds no proof "
+        "that can be checked without the network; patchguard verify --model --image certifies the image anew"
+    )
+
+
 def _prove(claim: dict[str, Any], layers: Integers, condition: str) -> str:
     """Recompute everything that the file claims; return the claim in words."""
     values, lower, upper, windows, rule, patch = admit(claim, layers)
     label = _whole(claim["label"], "label", 0, len(values) - 1)
-    found = rule.label(values)
-    if found != label:
-        raise Refused(f"it claims label {label}, but the rule gives {found} for its evidence")
+    answer = rule.label(values)
+    if answer != label:
+        raise Refused(f"it claims label {label}, but the rule gives {answer} for its evidence")
     per_window, closest = rule.margins(label, lower, upper, windows)
     _check_margin(claim, per_window, closest, claim["units"]["scale"] * rule.multiple)
     outcome = "is certified against" if claim["certified"] else "is NOT certified against"
@@ -201,9 +232,9 @@ class Boxes:
 
     def outside(self, number: int, maps: Integers) -> Integers:
         """The maps (maps, rows, columns) with 0 in box `number`."""
-        kept = maps.copy()
-        kept[:, self.rows(number)[:, None], self.columns(number)[None, :]] = 0
-        return kept
+        rest = maps.copy()
+        rest[:, self.rows(number)[:, None], self.columns(number)[None, :]] = 0
+        return rest
 
     @cached_property
     def ends(self) -> tuple[Integers, Integers, Integers, Integers]:
@@ -231,11 +262,11 @@ class Boxes:
         np.cumsum(before[:, 1:, 1:], axis=2, out=before[:, 1:, 1:])
         at, flat = width + 1, before.reshape(count, -1)
         top, bottom, left, right = self.ends
-        found: Integers = flat.take(bottom * at + right, axis=1)
-        found -= flat.take(top * at + right, axis=1)
-        found -= flat.take(bottom * at + left, axis=1)
-        found += flat.take(top * at + left, axis=1)
-        return found
+        totals: Integers = flat.take(bottom * at + right, axis=1)
+        totals -= flat.take(top * at + right, axis=1)
+        totals -= flat.take(bottom * at + left, axis=1)
+        totals += flat.take(top * at + left, axis=1)
+        return totals
 
     @property
     def _entries(self) -> int:
@@ -279,27 +310,27 @@ def _check_windows(claim: dict[str, Any], windows: Boxes) -> str:
     field = _entries(claim["field"], "field", {"rows", "columns"})
     height, width = (_whole(size, "source", 1, LARGEST_AXIS) for size in _sequence(claim["source"], "source", 2, 2))
     side = _whole(patch["height"], "patch.height", 1, height), _whole(patch["width"], "patch.width", 1, width)
-    rows = _touched(field["rows"], "field.rows", windows.grid[0], height, side[0])
-    columns = _touched(field["columns"], "field.columns", windows.grid[1], width, side[1])
+    rows = _find_touched(field["rows"], "field.rows", windows.grid[0], height, side[0])
+    columns = _find_touched(field["columns"], "field.columns", windows.grid[1], width, side[1])
     both, number = len(rows) * len(columns), len(windows.places)
     if (len(rows) + len(columns)) * CALL + both * number > LARGEST_WORK or len(columns) * number > LARGEST_TABLE:
         raise Refused(f"it would take too long to compare {number} windows with {both} positions of the patch")
     top, bottom, left, right = windows.ends
-    wide = np.array([_held(touched, left, right) for touched in columns])  # [position, window]
+    wide = np.array([_holds(touched, left, right) for touched in columns])  # [position, window]
     for touched in rows:
-        if not (_held(touched, top, bottom) & wide).any(axis=1).all():
+        if not (_holds(touched, top, bottom) & wide).any(axis=1).all():
             raise Refused("there is a position of the patch where it touches cells that no window holds together")
     return f"{side[0]} x {side[1]}"
 
 
-def _held(touched: Truths, starts: Integers, stops: Integers) -> Truths:
+def _holds(touched: Truths, starts: Integers, stops: Integers) -> Truths:
     """Which of the intervals hold all touched cells of one axis; past its end, they go on at cell 0."""
     before = np.concatenate([[0], np.tile(touched, 2).cumsum()])
-    found: Truths = before[stops] - before[starts] == touched.sum()
-    return found
+    inside: Truths = before[stops] - before[starts] == touched.sum()
+    return inside
 
 
-def _touched(value: object, name: str, cells: int, size: int, length: int) -> list[Truths]:
+def _find_touched(value: object, name: str, cells: int, size: int, length: int) -> list[Truths]:
     """Which cells of one axis `length` pixels touch, at every position; equal answers once."""
     if size * cells > LARGEST_FIELD:
         raise Refused(f"`{name}` has too many cells and pixels to check")
@@ -503,8 +534,8 @@ class DoubleMasking:
     def _outside_both(self, mask: int, maps: Integers) -> Integers:
         """The sum of each map outside `mask` and each second mask: (maps, masks)."""
         kept = self.masks.outside(mask, maps)
-        found: Integers = _sums(kept)[:, None] - self.masks.sums(kept)
-        return found
+        outside_masks: Integers = _sums(kept)[:, None] - self.masks.sums(kept)
+        return outside_masks
 
 
 @final
@@ -590,16 +621,19 @@ def _smallest(rows: Iterable[Integers], label: int) -> tuple[list[int], set[int]
 def read(data: bytes) -> tuple[dict[str, Any], Integers]:
     """Return the claim and its evidence; raise `Refused` unless every byte is as the format prescribes."""
     document, array = _members(data)
-    claim = _parsed(document)
-    _entries(claim, "certificate", ENTRIES)
-    if type(claim["format"]) is not int or claim["format"] != FORMAT:
+    claim = _parse(document)
+    stated = isinstance(claim, dict) and type(claim.get("format")) is int and claim["format"] == STATEMENT
+    _entries(claim, "certificate", STATED if stated else ENTRIES)
+    if not stated and (type(claim["format"]) is not int or claim["format"] != FORMAT):
         raise Refused(f"it has another format than {FORMAT}; use the checker of its release")
-    digests = _entries(claim["digests"], "digests", DIGESTS)
+    digests = _entries(claim["digests"], "digests", {"model", "image"} if stated else DIGESTS)
     for digest in (claim["digest"], *digests.values()):
         if not isinstance(digest, str) or re.fullmatch("[0-9a-f]{64}", digest) is None:
             raise Refused("a digest must be 64 hexadecimal digits")
     if claim["digest"] != digest_of(claim):
         raise Refused("its digest does not match its contents: it is damaged")
+    if stated:
+        return _statement(claim, array)
     if digests["evidence"] != hashlib.sha256(array).hexdigest():
         raise Refused("the digest of its evidence does not match: it is damaged")
     shape = [_whole(size, "shape", 1, LARGEST_EVIDENCE) for size in _sequence(claim["shape"], "shape", 3, 4)]
@@ -614,6 +648,16 @@ def read(data: bytes) -> tuple[dict[str, Any], Integers]:
     if len(names) not in (0, shape[-3]) or not all(isinstance(name, str) for name in (*names, claim["package"])):
         raise Refused("`class_names` must name every class or none, and `package` its release")
     return claim, np.frombuffer(array, dtype="<i8", offset=len(header)).astype(np.int64).reshape(shape)
+
+
+def _statement(claim: dict[str, Any], array: bytes) -> tuple[dict[str, Any], Integers]:
+    """Return a statement with its empty array."""
+    if array != array_header([0]):
+        raise Refused("a statement must hold no evidence")
+    names = _sequence(claim["class_names"], "class_names", 0, LARGEST_EVIDENCE)
+    if not all(isinstance(name, str) for name in (*names, claim["package"])):
+        raise Refused("`class_names` must name classes, and `package` its release")
+    return claim, np.zeros(0, dtype=np.int64)
 
 
 def archive(document: bytes, array: bytes) -> bytes:
@@ -675,7 +719,7 @@ def _members(data: bytes) -> tuple[bytes, bytes]:
     return members[0], members[1]
 
 
-def _parsed(document: bytes) -> Any:
+def _parse(document: bytes) -> Any:
     try:
         claim = json.loads(document.decode("ascii"))
         same = canonical(claim) == document  # duplicate keys, NaN, spaces and other spellings do not survive this

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from helpers.painted import guard, paintings
+from helpers.color_network import color_guard, tinted_images
 
 from patchguard.attacks import Called, Toolbox, toolbox_classifier
 from patchguard.attacks.adapters import rectangles
@@ -25,8 +25,8 @@ def painted_box(images: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_function_is_an_attack() -> None:
-    victim = guard("undefended")
-    images, _ = paintings(20)
+    victim = color_guard("undefended")
+    images, _ = tinted_images(20)
     target = victim.predict(images).label
     attacked = Called(function=painted_box)(victim, images, target, Patch(6))
     assert attacked.broken.float().mean() > 0.7
@@ -36,8 +36,8 @@ def test_a_function_is_an_attack() -> None:
 
 
 def test_a_function_that_changes_too_much_is_refused_with_the_number_of_pixels() -> None:
-    victim = guard("undefended")
-    images, _ = paintings(5)
+    victim = color_guard("undefended")
+    images, _ = tinted_images(5)
     target = victim.predict(images).label
     with pytest.raises(InputError, match=r"one rectangle of 5 x 5 pixels; in image 0 .* changed 11 pixels outside"):
         Called(function=painted_box)(victim, images, target, Patch(5))
@@ -81,8 +81,8 @@ class StandIn:
 
 
 def test_an_attack_of_the_toolbox_is_an_attack() -> None:
-    victim = guard("undefended")
-    images, _ = paintings(20)
+    victim = color_guard("undefended")
+    images, _ = tinted_images(20)
     target = victim.predict(images).label
     one, several = (Toolbox(attack=StandIn(), locations=count)(victim, images, target, Patch(6)) for count in (1, 4))
     assert 0 < int(one.broken.sum()) <= int(several.broken.sum())
@@ -93,8 +93,8 @@ def test_an_attack_of_the_toolbox_is_an_attack() -> None:
 
 
 def test_an_attack_of_the_toolbox_that_climbs_the_wrong_way_is_refused() -> None:
-    victim = guard("undefended")
-    images, _ = paintings(8)
+    victim = color_guard("undefended")
+    images, _ = tinted_images(8)
     target = victim.predict(images).label
     attack = StandIn()
     for targeted, aim in ((True, None), (False, 1)):
@@ -106,4 +106,4 @@ def test_an_attack_of_the_toolbox_that_climbs_the_wrong_way_is_refused() -> None
 def test_a_missing_toolbox_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "art", None)
     with pytest.raises(InputError, match="is not installed"):
-        toolbox_classifier(guard("undefended"), size=(12, 12), classes=3)
+        toolbox_classifier(color_guard("undefended"), size=(12, 12), classes=3)

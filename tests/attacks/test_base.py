@@ -6,8 +6,8 @@ from functools import cache
 import jaxtyping
 import pytest
 import torch
-from helpers.painted import SIDE, guard, paintings
-from helpers.tiny import pictures
+from helpers.color_network import SIDE, color_guard, tinted_images
+from helpers.small_guards import random_images
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,8 +32,8 @@ ATTACKERS = [
 @cache
 def wrong_images(name: str) -> tuple[LocalGuard, torch.Tensor, torch.Tensor]:
     """Images behind a resize, the first of them with a target that the guard does not see."""
-    victim = guard(name, Patch(3), resized=17)
-    images = pictures(3, SIDE)
+    victim = color_guard(name, Patch(3), resized=17)
+    images = random_images(3, SIDE)
     target = victim.predict(images).label
     target[0] = (target[0] + 1) % 3
     return victim, images, target
@@ -67,8 +67,8 @@ def test_only_the_pixels_of_the_patch_change(name, attack, height, width, count,
 
 @pytest.mark.parametrize("attack", ATTACKERS, ids=lambda each: type(each).__name__)
 def test_an_answer_does_not_depend_on_the_batch(attack) -> None:
-    victim = guard("robust")
-    images, _ = paintings(6)
+    victim = color_guard("robust")
+    images, _ = tinted_images(6)
     target = victim.predict(images).label
     together = attack(victim, images, target, Patch(3), seed=4, numbers=range(10, 16))
     order = torch.tensor([5, 2, 0])
@@ -79,8 +79,8 @@ def test_an_answer_does_not_depend_on_the_batch(attack) -> None:
 
 
 def test_another_seed_draws_other_places() -> None:
-    victim = guard("undefended")
-    images, _ = paintings(8)
+    victim = color_guard("undefended")
+    images, _ = tinted_images(8)
     target = victim.predict(images).label
     first, second = (Noise(tries=1)(victim, images, target, Patch(2), seed=seed) for seed in (0, 1))
     assert not torch.equal(first.places, second.places)
@@ -109,8 +109,8 @@ class Cheat(Attack):
 
 
 def test_the_patch_is_rounded_to_8_bits_and_the_rest_is_not() -> None:
-    victim = guard("undefended")
-    images = paintings(4)[0] + 0.0013  # between two levels everywhere
+    victim = color_guard("undefended")
+    images = tinted_images(4)[0] + 0.0013  # between two levels everywhere
     attacked = Cheat(what="unrounded")(victim, images, victim.predict(images).label, Patch(2, 3))
     assert torch.equal(attacked.images[..., 2:, :], images[..., 2:, :])
     assert torch.equal(attacked.images[..., 3:], images[..., 3:])
@@ -128,15 +128,15 @@ def test_the_patch_is_rounded_to_8_bits_and_the_rest_is_not() -> None:
     ],
 )
 def test_an_attack_that_leaves_its_budget_is_refused(what, match) -> None:
-    victim = guard("undefended")
-    images, _ = paintings(4)
+    victim = color_guard("undefended")
+    images, _ = tinted_images(4)
     with pytest.raises(RuntimeError, match=match):
         Cheat(what=what)(victim, images, victim.predict(images).label, Patch(2))
 
 
 def test_input_is_checked_before_any_work() -> None:
-    victim = guard("undefended")
-    images, target = paintings(4)
+    victim = color_guard("undefended")
+    images, target = tinted_images(4)
     with pytest.raises(InputError, match="must fit the image"):
         Noise()(victim, images, target, Patch(SIDE + 1))
     with pytest.raises(InputError, match=r"must lie in \[0, 1\]"):
@@ -150,8 +150,8 @@ def test_input_is_checked_before_any_work() -> None:
 
 
 def test_things_of_another_kind_are_named(unchecked) -> None:
-    victim = guard("undefended")
-    images, target = paintings(4)
+    victim = color_guard("undefended")
+    images, target = tinted_images(4)
     with pytest.raises(InputError, match=r"must be a Patch, such as Patch\(5\); got 5"):
         Noise()(victim, images, target, 5)
     with pytest.raises(InputError, match="a method `predict`, as a Guard has; got object"):
@@ -173,8 +173,8 @@ def unchecked():
 
 
 def test_a_targeted_attack_leaves_images_of_that_class_alone() -> None:
-    victim = guard("undefended")
-    images, _ = paintings(12)
+    victim = color_guard("undefended")
+    images, _ = tinted_images(12)
     target = victim.predict(images).label
     attacked = Colours()(victim, images, target, Patch(6), aim=1)
     assert not attacked.broken[target == 1].any()
@@ -183,8 +183,8 @@ def test_a_targeted_attack_leaves_images_of_that_class_alone() -> None:
 
 
 def test_an_alert_means_that_the_attack_did_not_go_through() -> None:
-    victim = guard("agreement")
-    images, _ = paintings(30)
+    victim = color_guard("agreement")
+    images, _ = tinted_images(30)
     target = victim.predict(images).label
     attacked = Colours(tries=8)(victim, images, target, Patch(3))
     answer = victim.predict(attacked.images)
@@ -192,8 +192,8 @@ def test_an_alert_means_that_the_attack_did_not_go_through() -> None:
 
 
 def test_gradients_reach_the_source_pixels_through_the_resize_and_leave_parameters_alone() -> None:
-    for victim in (guard("undefended", resized=17), guard("undefended")):
-        images = pictures(2, SIDE).requires_grad_(True)
+    for victim in (color_guard("undefended", resized=17), color_guard("undefended")):
+        images = random_images(2, SIDE).requires_grad_(True)
         local_logits = victim.differentiable_logits(images)
         assert torch.allclose(local_logits, victim.local_logits(images), atol=1e-4)
         local_logits.square().sum().backward()
@@ -235,8 +235,8 @@ def test_a_share_of_matching_steps_is_a_number_from_0_to_1(matching, unchecked) 
 
 
 def test_the_whole_batch_may_be_wrong_already() -> None:
-    victim = guard("undefended")
-    images, _ = paintings(3)
+    victim = color_guard("undefended")
+    images, _ = tinted_images(3)
     wrong = (victim.predict(images).label + 1) % 3
     attacked = Called(function=lambda images, target: 1 / 0)(victim, images, wrong, Patch(3))
     assert attacked.broken.all()

@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 import torch
-from helpers.painted import SIDE, Strongest, guard
-from helpers.tiny import bagnet_guard, pictures, srf_guard
+from helpers.color_network import SIDE, StrongestColor, color_guard
+from helpers.small_guards import bagnet_guard, random_images, srf_guard
 from torch import nn
 
 from patchguard.attacks.base import covered
@@ -15,7 +15,7 @@ from patchguard.models import wrap
 from patchguard.patch import Patch
 
 VICTIMS = {
-    "no padding": (guard("robust"), SIDE, Patch(2, 3)),
+    "no padding": (color_guard("robust"), SIDE, Patch(2, 3)),
     "padding": (srf_guard(16), 16, Patch(2)),
     "stride 8": (bagnet_guard(12).without_preprocess(), 56, Patch(3, 2)),
 }
@@ -27,7 +27,7 @@ def test_a_closeup_sees_what_the_whole_picture_shows(name) -> None:
     step = max(1, (side - patch.height) // 4)
     tops, lefts = ([*range(0, side - size, step), side - size] for size in (patch.height, patch.width))
     places = torch.tensor([[corner] for corner in product(tops, lefts)])
-    images = pictures(len(places), side)
+    images = random_images(len(places), side)
     near = closeup(victim, images, places, patch, size=8, half=True)
     assert near is not None
     inside = covered(places, patch, side, side)
@@ -45,11 +45,11 @@ def test_a_closeup_sees_what_the_whole_picture_shows(name) -> None:
 
 
 def test_there_is_none_where_it_does_not_hold_or_does_not_pay() -> None:
-    images, places = pictures(2, SIDE), torch.zeros(2, 1, 2, dtype=torch.int64)
-    assert closeup(guard("robust", resized=17), images, places, Patch(3), size=8, half=True) is None  # a resize
-    assert closeup(guard("robust"), images, places, Patch(11), size=8, half=True) is None  # nearly all of the image
+    images, places = random_images(2, SIDE), torch.zeros(2, 1, 2, dtype=torch.int64)
+    assert closeup(color_guard("robust", resized=17), images, places, Patch(3), size=8, half=True) is None  # a resize
+    assert closeup(color_guard("robust"), images, places, Patch(11), size=8, half=True) is None  # nearly all
     twice = places.expand(-1, 2, -1)
-    assert closeup(guard("robust"), images, twice, Patch(2, count=2), size=8, half=True) is None
+    assert closeup(color_guard("robust"), images, twice, Patch(2, count=2), size=8, half=True) is None
 
 
 class Sized(nn.Module):
@@ -57,7 +57,7 @@ class Sized(nn.Module):
 
     def __init__(self, share: float) -> None:
         super().__init__()
-        self.body, self.share = Strongest(), share
+        self.body, self.share = StrongestColor(), share
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         return self.body(images) * (1 + self.share * (images.shape[-1] / SIDE - 1))
@@ -65,8 +65,8 @@ class Sized(nn.Module):
 
 @pytest.mark.parametrize(("share", "holds"), [(0.0, True), (0.002, True), (0.5, False)])
 def test_there_is_none_for_a_network_that_answers_by_the_size_of_the_image(share, holds) -> None:
-    plain = guard("robust")
+    plain = color_guard("robust")
     model = wrap(Sized(share), classes=3, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), smallest_input=(3, 3))
     victim = LocalGuard(plain.preprocess, model, plain.evidence, plain.defense)
-    images, places = pictures(3, SIDE), torch.full((3, 1, 2), 4)
+    images, places = random_images(3, SIDE), torch.full((3, 1, 2), 4)
     assert (closeup(victim, images, places, Patch(2), size=8, half=True) is not None) == holds

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.painted import GUARDS, guard, paintings
+from helpers.color_network import GUARDS, color_guard, tinted_images
 
 from patchguard.attacks import Adaptive, Noise, PatchPGD
 from patchguard.attacks.guide import find_guide
@@ -20,8 +20,8 @@ PATCH = Patch(3)
 
 
 def right_images(name: str, count: int = 60):
-    victim = guard(name, PATCH)
-    images, _ = paintings(count)
+    victim = color_guard(name, PATCH)
+    images, _ = tinted_images(count)
     return victim, images, victim.predict(images).label
 
 
@@ -154,7 +154,7 @@ def test_a_network_that_mixes_positions_can_still_be_attacked() -> None:
             return (images - images.mean((2, 3), keepdim=True).flip(1)).mean((2, 3), keepdim=True)
 
     victim = LocalGuard(Preprocess(), wrap(Mixing(), classes=3), Evidence(low=None), Undefended())
-    images, _ = paintings(6)
+    images, _ = tinted_images(6)
     target = victim.predict(images).label
     for attack in (PatchPGD(steps=6, locations=2, search="certificate"), Adaptive(steps=6)):
         assert attack(victim, images, target, Patch(7)).broken.any()

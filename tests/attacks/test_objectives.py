@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.painted import GUARDS, SIDE, guard, paintings
+from helpers.color_network import GUARDS, SIDE, color_guard, tinted_images
 
 from patchguard.attacks.climb import quick_answer
 from patchguard.attacks.objectives import (
@@ -36,7 +36,7 @@ def test_sums_over_boxes_are_those_of_the_certificates(windows) -> None:
 
 @pytest.mark.parametrize("name", GUARDS)
 def test_soft_evidence_has_the_values_of_the_rule_and_gradients_everywhere(name) -> None:
-    evidence = guard(name).evidence
+    evidence = color_guard(name).evidence
     logits = (12 * torch.randn(4, 3, 5, 5, generator=torch.Generator().manual_seed(1))).requires_grad_(True)
     soft = soft_evidence(evidence, logits)
     exact = evidence(logits.detach())
@@ -48,8 +48,8 @@ def test_soft_evidence_has_the_values_of_the_rule_and_gradients_everywhere(name)
 
 @pytest.mark.parametrize("name", [name for name in GUARDS if name not in ("double", "double above tau", "agreement")])
 def test_the_score_is_the_lead_in_the_defended_scores(name) -> None:
-    victim = guard(name)
-    images, target = paintings(20)
+    victim = color_guard(name)
+    images, target = tinted_images(20)
     answer = victim.predict(images)
     soft = soft_evidence(victim.evidence, victim.local_logits(images))
     scores = SCORES[type(victim.defense)](victim.defense, soft)
@@ -63,8 +63,8 @@ def test_the_score_is_the_lead_in_the_defended_scores(name) -> None:
 
 @pytest.mark.parametrize("name", GUARDS)
 def test_climbing_the_score_in_the_logits_flips_the_label(name) -> None:
-    victim = guard(name)
-    images, _ = paintings(16)
+    victim = color_guard(name)
+    images, _ = tinted_images(16)
     target = victim.predict(images).label
     aim = (target + 1) % 3
     case = Case(target=target, aim=aim, owned=torch.ones(16, SIDE - 2, SIDE - 2, dtype=torch.bool))

@@ -1,8 +1,8 @@
 """Places: inside the image, where they were wanted, and touching the cells they are said to touch."""
 
 import torch
-from helpers.painted import SIDE, guard
-from helpers.tiny import bagnet_guard
+from helpers.color_network import SIDE, color_guard
+from helpers.small_guards import bagnet_guard
 
 from patchguard.attacks.base import Draws, covered
 from patchguard.attacks.climb import occluded_scores
@@ -45,7 +45,7 @@ def test_the_heaviest_places_come_first_and_several_rectangles_lie_apart() -> No
 
 def test_a_place_for_a_window_reaches_all_of_it() -> None:
     patch = Patch(2)
-    for victim, side in ((guard("robust"), SIDE), (bagnet_guard(12), 12)):
+    for victim, side in ((color_guard("robust"), SIDE), (bagnet_guard(12), 12)):
         windows, field = victim.windows(patch, side, side), victim.field(side, side)
         boxes = torch.arange(len(windows))
         weights = torch.rand(len(windows), side, side, generator=torch.Generator().manual_seed(0))
@@ -55,7 +55,7 @@ def test_a_place_for_a_window_reaches_all_of_it() -> None:
 
 
 def test_several_boxes_get_one_rectangle_each() -> None:
-    victim = guard("robust")
+    victim = color_guard("robust")
     patch = Patch(2, count=2)
     windows, field = victim.windows(patch, SIDE, SIDE), victim.field(SIDE, SIDE)
     places = window_places(torch.tensor([[0, len(windows) - 1]]), windows, field, patch, lambda: torch.zeros(1, 12, 12))

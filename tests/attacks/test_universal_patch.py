@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.painted import guard, paintings
+from helpers.color_network import color_guard, tinted_images
 from PIL import Image
 
 from patchguard.attacks import Surroundings, UniversalPatch, apply_patch, learn_patch, load_patch, save_patch
@@ -11,8 +11,8 @@ from patchguard.patch import Patch
 
 
 def test_a_patch_learned_on_some_images_works_on_others(tmp_path) -> None:
-    victim = guard("undefended")
-    images, _ = paintings(60)
+    victim = color_guard("undefended")
+    images, _ = tinted_images(60)
     shares = []
     picture = learn_patch(
         victim, images[:20], 1, Patch(6), steps=40, step=0.05, progress=lambda number, share: shares.append(share)
@@ -38,8 +38,8 @@ def test_a_picture_survives_its_file(tmp_path) -> None:
 
 
 def test_a_picture_of_another_size_is_fitted_to_the_threat(tmp_path) -> None:
-    victim = guard("undefended")
-    images, _ = paintings(4)
+    victim = color_guard("undefended")
+    images, _ = tinted_images(4)
     save_patch(torch.rand(3, 9, 9, generator=torch.Generator().manual_seed(0)), tmp_path / "patch.png")
     attacked = UniversalPatch(path=tmp_path / "patch.png")(
         victim, images, victim.predict(images).label, Patch(2, 4, count=2)
@@ -48,14 +48,14 @@ def test_a_picture_of_another_size_is_fitted_to_the_threat(tmp_path) -> None:
 
 
 def test_two_runs_learn_the_same() -> None:
-    victim = guard("undefended")
-    images, _ = paintings(8)
+    victim = color_guard("undefended")
+    images, _ = tinted_images(8)
     first, second = (learn_patch(victim, images, 0, Patch(3), steps=3, seed=7) for _ in range(2))
     assert torch.equal(first, second)
 
 
 def test_mistakes_are_named(tmp_path) -> None:
-    images, _ = paintings(2)
+    images, _ = tinted_images(2)
     (tmp_path / "no.png").write_text("no picture")
     with pytest.raises(InputError, match="cannot be read"):
         load_patch(tmp_path / "no.png")
@@ -64,4 +64,4 @@ def test_mistakes_are_named(tmp_path) -> None:
     with pytest.raises(InputError, match="surroundings need"):
         Surroundings(smallest=2.0, largest=1.0)
     with pytest.raises(InputError, match="`aim` must be a class from 0 to"):
-        learn_patch(guard("undefended"), images, 99, Patch(3), steps=1)
+        learn_patch(color_guard("undefended"), images, 99, Patch(3), steps=1)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import brightness
+from helpers import threshold_guard
 from helpers.command_line import lines, start
 from PIL import Image
 from typer.testing import CliRunner
@@ -36,13 +36,13 @@ def read_once():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    return brightness.save(tmp_path_factory.mktemp("model") / "brightness.safetensors")
+    return threshold_guard.save_guard(tmp_path_factory.mktemp("model") / "brightness.safetensors")
 
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory) -> Path:
     """Pictures of two classes, one of them in the wrong folder, and one broken file."""
-    root = brightness.draw(tmp_path_factory.mktemp("photos"), 4)
+    root = threshold_guard.write_images(tmp_path_factory.mktemp("photos"), 4)
     Image.new("RGB", (12, 12), (90, 90, 90)).save(root / "bright" / "night.png")
     (root / "dark" / "torn.png").write_bytes(b"no picture")
     return root
@@ -148,8 +148,8 @@ def test_images_without_classes_must_keep_their_labels(run, photos, tmp_path):
 @pytest.fixture(params=["windows", "field"])
 def unsound(request, tmp_path) -> str:
     """A guard whose windows and masks lack one row and one column of the cells that a patch reaches."""
-    with brightness.planted(request.param):
-        yield brightness.save(tmp_path / "unsound.safetensors")
+    with threshold_guard.plant_mistake(request.param):
+        yield threshold_guard.save_guard(tmp_path / "unsound.safetensors")
 
 
 def test_a_certificate_whose_windows_are_one_cell_too_small_is_refuted(run, unsound, photos, tmp_path):
@@ -201,8 +201,8 @@ def test_the_certificate_of_a_wrong_label_is_refuted_as_well(run, photos, tmp_pa
     root = tmp_path / "swapped"
     for name, other in (("bright", "dark"), ("dark", "bright")):
         shutil.copytree(photos / name, root / other, ignore=shutil.ignore_patterns("n*", "t*"))
-    with brightness.planted():
-        unsound = brightness.save(tmp_path / "unsound.safetensors")
+    with threshold_guard.plant_mistake():
+        unsound = threshold_guard.save_guard(tmp_path / "unsound.safetensors")
         words = ("--model", unsound, "--patch", "2", *GRADIENTS, "--data", root, "--out", tmp_path / "run")
         shown = run(*words)
     assert shown.exit_code == 3, shown.output
@@ -225,7 +225,7 @@ def test_what_was_refuted_before_a_kill_counts_though_it_is_not_found_again(run,
 
 
 def test_a_rule_that_detects_promises_the_label_or_an_alert(run, tmp_path):
-    guarded = brightness.save(tmp_path / "detects.safetensors", MaskedAgreement(masks=brightness.ANY))
+    guarded = threshold_guard.save_guard(tmp_path / "detects.safetensors", MaskedAgreement(masks=threshold_guard.ANY))
     sound = run("--model", guarded, *GRADIENTS, "--out", tmp_path / "sound", "--json")
     assert sound.exit_code == 0, sound.output
     summary = json.loads(sound.stdout)
@@ -237,8 +237,9 @@ def test_a_rule_that_detects_promises_the_label_or_an_alert(run, tmp_path):
     assert "are proved to, or to raise an alert, whatever the attack" in page
     assert "takes the label without an alert" in page
     assert "no such patch takes the label." not in page
-    with brightness.planted():
-        mistaken = brightness.save(tmp_path / "mistaken.safetensors", MaskedAgreement(masks=brightness.ANY))
+    with threshold_guard.plant_mistake():
+        defense = MaskedAgreement(masks=threshold_guard.ANY)
+        mistaken = threshold_guard.save_guard(tmp_path / "mistaken.safetensors", defense)
         shown = run("--model", mistaken, *GRADIENTS, "--out", tmp_path / "mistaken")
     assert shown.exit_code == 3, shown.output
     found = [record for record in Folder(tmp_path / "mistaken").records() if record.get("refuted")]
@@ -302,9 +303,9 @@ def test_other_settings_and_runs_of_another_kind_are_refused(run, photos, tmp_pa
 
 
 def test_one_image_of_a_run_is_attacked_under_the_masks_of_the_run(run, tmp_path):
-    root = brightness.draw(tmp_path / "sizes", 4)
+    root = threshold_guard.write_images(tmp_path / "sizes", 4)
     Image.new("RGB", (48, 48), (120, 120, 120)).save(root / "dark" / "large.png")  # the masks are made for 12 x 12
-    resized = replace(brightness.brightness_guard(), preprocess=Preprocess((Resize(height=12, width=12),)))
+    resized = replace(threshold_guard.make_guard(), preprocess=Preprocess((Resize(height=12, width=12),)))
     zoo.save(resized, tmp_path / "resized.safetensors")
     words = ("--model", tmp_path / "resized.safetensors", "--data", root, "--defense", "DoubleMasking")
     words += ("--patch", "4", "--attack", "noise", "--out")
@@ -315,9 +316,9 @@ def test_one_image_of_a_run_is_attacked_under_the_masks_of_the_run(run, tmp_path
 
 
 def test_in_network_pixels_the_resized_image_is_attacked(run, tmp_path):
-    root = brightness.draw(tmp_path / "sizes", 2)
+    root = threshold_guard.write_images(tmp_path / "sizes", 2)
     Image.new("RGB", (48, 48), (120, 120, 120)).save(root / "dark" / "large.png")
-    resized = replace(brightness.brightness_guard(), preprocess=Preprocess((Resize(height=12, width=12),)))
+    resized = replace(threshold_guard.make_guard(), preprocess=Preprocess((Resize(height=12, width=12),)))
     zoo.save(resized, tmp_path / "resized.safetensors")
     words = ("--model", tmp_path / "resized.safetensors", "--data", root, "--patch", "4", "--patch-space", "input")
     shown = run(*words, "--attack", "noise", "--out", tmp_path / "run")
@@ -363,7 +364,7 @@ def test_a_run_cut_anywhere_ends_with_the_same_bytes(run, tmp_path):
 @pytest.fixture(scope="module")
 def uninterrupted(model, tmp_path_factory) -> tuple[list[str], list[str]]:
     """The words of a longer run without its folder, and its records."""
-    root = brightness.draw(tmp_path_factory.mktemp("many"), 12)
+    root = threshold_guard.write_images(tmp_path_factory.mktemp("many"), 12)
     words = ["attack", "--data", str(root), "--model", model, "--attack", "noise", "--budget", "tries=8"]
     words += ["--batch-size", "2", "--device", "cpu", "--out"]
     out = tmp_path_factory.mktemp("uninterrupted") / "run"

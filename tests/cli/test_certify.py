@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.command_line import lines, start
-from helpers.tiny import pictures, srf_guard
+from helpers.small_guards import random_images, srf_guard
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -48,7 +48,7 @@ def read_once():
 
 def draw(folder: Path, count: int, side: int = 16, seed: int = 0, first: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for number, image in enumerate(pictures(count, side, seed=seed), first):
+    for number, image in enumerate(random_images(count, side, seed=seed), first):
         pixels = (image * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
         Image.fromarray(np.ascontiguousarray(pixels)).save(folder / f"{number:03d}.png")
 
@@ -115,7 +115,7 @@ def test_records_say_what_the_guard_says(run, labelled, model, tmp_path):
         top, bottom, left, right = entry["window"]
         cells = np.zeros(windows.grid, dtype=bool)
         cells[top:bottom, left:right] = True
-        assert (guard.field(16, 16).touched(tuple(entry["box"])) == cells).all()
+        assert (guard.field(16, 16).touched_cells(tuple(entry["box"])) == cells).all()
         for side, refitted in record["refitted"].items():
             fitted = guard.for_patch(Patch(int(side)), 16, 16)
             again = fitted.certify(image, Patch(int(side)))

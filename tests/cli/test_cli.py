@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.tiny import srf_guard
+from helpers.small_guards import srf_guard
 from torch import nn
 from typer.testing import CliRunner
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.stripes import folder_options, write_stripes
+from helpers.stripe_dataset import folder_options, write_stripes
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import oracle
-from helpers.grids import as_tensor, as_windows, assert_right
 from helpers.oracle import CIRCLE, GRID, LINE
+from helpers.oracle_grids import as_tensor, as_windows, assert_right
 
 from patchguard.defenses import DoubleMasking, MaskedAgreement, RobustMasking, double_masking
 from patchguard.defenses.evidence import Evidence

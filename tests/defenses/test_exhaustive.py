@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import oracle
-from helpers.grids import as_tensor, as_windows
 from helpers.oracle import Geometry
+from helpers.oracle_grids import as_tensor, as_windows
 
 from patchguard.defenses import CellMasking, ClippedSum, Defense, Median, RobustMasking, TrimmedMean
 from patchguard.defenses.evidence import Evidence

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from helpers import oracle
-from helpers.grids import as_tensor, as_windows, assert_right
 from helpers.oracle import CIRCLE, GRID, LINE
+from helpers.oracle_grids import as_tensor, as_windows, assert_right
 
 from patchguard.defenses import ClippedSum, MajorityVote, RobustMasking, Undefended
 from patchguard.defenses.evidence import Evidence

@@ -12,7 +12,7 @@ from patchguard.errors import InputError
 from patchguard.geometry.audit import audit
 from patchguard.geometry.field import Axis, Field, compose
 from patchguard.geometry.preprocess import CenterCrop, Preprocess, Resize
-from patchguard.geometry.program import trace
+from patchguard.geometry.program import trace_field
 from patchguard.patch import Patch
 
 
@@ -30,7 +30,7 @@ def network() -> nn.Sequential:
 
 @cache
 def true_field() -> Field:
-    return trace(network(), (24, 29))
+    return trace_field(network(), (24, 29))
 
 
 class SqueezeExcite(nn.Module):
@@ -87,7 +87,7 @@ def test_a_forged_field_of_a_leaky_network_is_caught(leak: nn.Module) -> None:
     result = audit(model, field)
     assert not result.passed
     assert result.drift == result.leaks[0].change > 0
-    assert not field.touched(result.leaks[0].box)[result.leaks[0].cell]
+    assert not field.touched_cells(result.leaks[0].box)[result.leaks[0].cell]
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -11,7 +11,7 @@ from torch import nn
 
 from patchguard.errors import InputError
 from patchguard.geometry.field import Axis, Field, compose
-from patchguard.geometry.program import trace
+from patchguard.geometry.program import trace_field
 
 
 def pixels(axis: Axis, cell: int) -> set[int]:
@@ -24,7 +24,7 @@ def sliding(size: int, field: int, stride: int) -> Axis:
 
 
 def widest(axis: Axis, patch: int) -> int:
-    return max(int(axis.touched(start, patch).sum()) for start in range(axis.size - patch + 1))
+    return max(int(axis.touched_cells(start, patch).sum()) for start in range(axis.size - patch + 1))
 
 
 @st.composite
@@ -43,7 +43,7 @@ def test_a_cell_is_touched_when_it_reads_one_of_the_pixels(drawn: dict[str, Any]
     length = data.draw(st.integers(1, axis.size - start))
     patch = set(range(start, start + length))
     expected = [bool(pixels(axis, cell) & patch) for cell in range(axis.cells)]
-    assert axis.touched(start, length).tolist() == expected
+    assert axis.touched_cells(start, length).tolist() == expected
 
 
 @given(st.data())
@@ -91,15 +91,15 @@ def bagnet_17() -> nn.Module:
 
 
 def test_bagnet_17_at_224_pixels_has_26_cells_of_17_pixels_at_stride_8() -> None:
-    field = trace(bagnet_17(), (224, 224))
+    field = trace_field(bagnet_17(), (224, 224))
     assert (field.grid, field.size, field.stride) == ((26, 26), (17, 17), (8, 8))
     assert [widest(field.rows, patch) for patch in (23, 32, 39)] == [5, 6, 7]
 
 
 def test_stride_and_reach_leave_out_cells_that_a_border_cuts_short() -> None:
-    axis = trace(nn.Conv2d(3, 3, 5, stride=2, padding=2), (17, 17)).rows
-    assert axis.lengths[0] < axis.reach
-    assert (axis.reach, axis.stride) == (5, 2)
+    axis = trace_field(nn.Conv2d(3, 3, 5, stride=2, padding=2), (17, 17)).rows
+    assert axis.lengths[0] < axis.field_size
+    assert (axis.field_size, axis.stride) == (5, 2)
 
 
 @pytest.mark.parametrize("axis", [Axis((0, 1, 4), (2, 2, 2), 9), Axis((3,), (2,), 9), Axis((0, 2, 4), (3, 2, 3), 9)])
@@ -114,7 +114,7 @@ def test_a_circle_of_cells_has_a_stride() -> None:
 def test_a_field_knows_its_grid_and_the_cells_that_a_box_touches() -> None:
     field = Field(sliding(9, 3, 2), sliding(7, 3, 2))
     assert (field.grid, field.source, field.size, field.stride) == ((4, 3), (9, 7), (3, 3), (2, 2))
-    touched = field.touched((0, 6, 2, 1))
+    touched = field.touched_cells((0, 6, 2, 1))
     assert np.argwhere(touched).tolist() == [[0, 2]]
 
 
@@ -138,7 +138,7 @@ def test_an_impossible_axis_is_refused(drawn: tuple[tuple[int, ...], tuple[int, 
 @pytest.mark.parametrize(("start", "length"), [(-1, 2), (8, 2), (0, 0), (0, 10)])
 def test_pixels_outside_the_axis_are_refused(start: int, length: int) -> None:
     with pytest.raises(InputError, match="pixels of the axis, 0 to 8"):
-        sliding(9, 3, 2).touched(start, length)
+        sliding(9, 3, 2).touched_cells(start, length)
 
 
 def test_fields_of_different_sizes_do_not_compose() -> None:

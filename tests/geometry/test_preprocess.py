@@ -17,7 +17,7 @@ from torch.nn import functional
 from patchguard.errors import InputError
 from patchguard.geometry.field import Field, compose
 from patchguard.geometry.preprocess import CenterCrop, Crop, Pad, Preprocess, Resize, Step
-from patchguard.geometry.program import trace
+from patchguard.geometry.program import trace_field
 from patchguard.geometry.resize import resize_matrix
 
 MODES = ("nearest", "bilinear", "bicubic")
@@ -82,16 +82,16 @@ def test_values_without_antialias_are_those_of_torch(
 def test_pillow_moves_no_pixel_outside_our_support(before: int, after: int, mode: Any) -> None:
     axis = Resize(height=after, width=1, mode=mode).support(before, 1).rows
     black, white = np.zeros((before, 1, 3), np.uint8), np.full((before, 1, 3), 255, np.uint8)
-    grey = np.full((before, 1, 3), 128, np.uint8)
+    gray = np.full((before, 1, 3), 128, np.uint8)
     moved = np.zeros((after, before), dtype=bool)
-    for pixel, (base, value) in itertools.product(range(before), [(black, 255), (white, 0), (grey, 255), (grey, 0)]):
+    for pixel, (base, value) in itertools.product(range(before), [(black, 255), (white, 0), (gray, 255), (gray, 0)]):
         image = base.copy()
         image[pixel] = value
         change = pillow(image, after, 1, mode) != pillow(base, after, 1, mode)
         moved[:, pixel] |= change.any(axis=(1, 2))
-    ours = np.stack([axis.touched(pixel, 1) for pixel in range(before)], axis=1)
+    ours = np.stack([axis.touched_cells(pixel, 1) for pixel in range(before)], axis=1)
     assert not (moved & ~ours).any()
-    # All of it is seen to move, but for weights below half a grey level and zeros inside an interval.
+    # All of it is seen to move, but for weights below half a gray level and zeros inside an interval.
     weights = resize_matrix(before, after, mode, True)
     assert (moved | (np.abs(weights) < 1 / 128)).all(where=ours)
 
@@ -109,7 +109,7 @@ def test_a_resize_matrix_averages_and_its_support_has_no_weight_outside(
     matrix = resize_matrix(before, after, mode, antialias)
     np.testing.assert_allclose(matrix.sum(axis=1), 1, atol=1e-12)
     axis = Resize(height=after, width=1, mode=mode, antialias=antialias).support(before, 1).rows
-    inside = np.stack([axis.touched(pixel, 1) for pixel in range(before)], axis=1)
+    inside = np.stack([axis.touched_cells(pixel, 1) for pixel in range(before)], axis=1)
     assert not matrix[~inside].any()
     assert matrix[np.arange(after), axis.starts].all()
     # No weight is a rounding error of one that should vanish.
@@ -145,7 +145,7 @@ def test_a_chain_moves_no_pixel_outside_its_support(data: st.DataObject) -> None
         image[:, row, column] = 1 - image[:, row, column].round()
     # In equal batches: the rounding of a matrix product depends on its shape and strides.
     moved = (chain(images) != chain(base.repeat(len(boxes), 1, 1, 1))).any(dim=1).numpy()
-    reached = np.stack([field.touched((row, column, 1, 1)) for row, column in boxes])
+    reached = np.stack([field.touched_cells((row, column, 1, 1)) for row, column in boxes])
     assert not (moved & ~reached).any()
     assert moved.any() or chain.steps[-1:] != ()
 
@@ -153,7 +153,7 @@ def test_a_chain_moves_no_pixel_outside_its_support(data: st.DataObject) -> None
 @cache
 def bagnet_17() -> Field:
     """Return the field of BagNet-17 at 192 pixels, from a small stack with the same field."""
-    return trace(nn.Sequential(*(nn.Conv2d(3, 3, 3, stride=stride) for stride in (1, 2, 2, 2))), (192, 192))
+    return trace_field(nn.Sequential(*(nn.Conv2d(3, 3, 3, stride=stride) for stride in (1, 2, 2, 2))), (192, 192))
 
 
 @pytest.mark.parametrize(("mode", "cells"), [("bicubic", [6, 8, 11]), ("bilinear", [5, 7, 9]), ("nearest", [4, 6, 8])])
@@ -163,7 +163,7 @@ def test_enlarging_cifar_for_bagnet_17_widens_the_windows(mode: Any, cells: list
     field = compose(bagnet_17(), support)
     assert field.grid == (22, 22)
     for axis in (field.rows, field.columns):
-        widest = [max(axis.touched(start, patch).sum() for start in range(33 - patch)) for patch in (2, 5, 8)]
+        widest = [max(axis.touched_cells(start, patch).sum() for start in range(33 - patch)) for patch in (2, 5, 8)]
         assert widest == cells
 
 

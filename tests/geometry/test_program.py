@@ -21,7 +21,7 @@ from patchguard.errors import InputError
 from patchguard.geometry.audit import audit
 from patchguard.geometry.field import Field
 from patchguard.geometry.preprocess import Preprocess
-from patchguard.geometry.program import export_program, trace
+from patchguard.geometry.program import export_program, trace_field
 from patchguard.guards.local import LocalGuard
 from patchguard.models import wrap
 from patchguard.models.ablation import Ablation
@@ -263,8 +263,8 @@ def test_a_network_that_is_more_than_a_function_of_the_image_is_refused(network:
 def test_a_refused_network_leaves_the_next_one_in_peace() -> None:
     for network in (UsesForwardGradients, NoticesFakeTensors, MixesPairs):
         with pytest.raises(InputError):
-            trace(network(), (SIDE, SIDE))
-        assert trace(nn.Conv2d(3, 2, 1), (SIDE, SIDE)) == Field.identity(SIDE, SIDE)
+            trace_field(network(), (SIDE, SIDE))
+        assert trace_field(nn.Conv2d(3, 2, 1), (SIDE, SIDE)) == Field.identity(SIDE, SIDE)
 
 
 # -- accepted: what runs is the program, so no cell moves outside the field --------------------------------------------
@@ -332,7 +332,7 @@ def leaks(guard: LocalGuard, images: Tensor) -> int:
             changed[0, :, row, column] = 1 - changed[0, :, row, column]
             after = guard.local_logits(changed)
             differs = (after != before).any(1)
-            inside = torch.from_numpy(field.touched((row, column, 1, 1)))
+            inside = torch.from_numpy(field.touched_cells((row, column, 1, 1)))
             moved += int(differs[0][inside].sum())
             count += int(differs[0][~inside].sum()) + int(differs[1:].sum())
     assert moved > 0
@@ -369,9 +369,9 @@ def test_a_global_hook_added_later_changes_nothing() -> None:
 
 def test_a_setting_that_can_be_seen_gives_a_new_program() -> None:
     network = nn.Conv2d(3, 2, 3, padding=1)
-    assert trace(network, (SIDE, SIDE)).size == (3, 3)
+    assert trace_field(network, (SIDE, SIDE)).size == (3, 3)
     network.dilation = network.padding = (2, 2)
-    assert trace(network, (SIDE, SIDE)).size == (5, 5)
+    assert trace_field(network, (SIDE, SIDE)).size == (5, 5)
 
 
 def test_the_program_computes_with_the_weights_that_the_module_has_now() -> None:
@@ -411,7 +411,7 @@ def test_an_audit_through_the_guard_sees_what_the_guard_runs() -> None:
     """`audit` of the module itself would call it in another layout and batch size than `predict` does."""
     guard = LocalGuard(Preprocess(), wrap(nn.Conv2d(3, 2, 3), classes=2), Evidence(low=-1.0, high=1.0), ClippedSum())
     assert audit(guard.local_logits, guard.field(SIDE, SIDE)).passed
-    wrong = trace(nn.Conv2d(3, 2, 1), (SIDE - 2, SIDE - 2))
+    wrong = trace_field(nn.Conv2d(3, 2, 1), (SIDE - 2, SIDE - 2))
     axis = dataclasses.replace(wrong.rows, size=SIDE)
     assert not audit(guard.local_logits, Field(axis, axis)).passed
 

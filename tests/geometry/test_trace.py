@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from patchguard.errors import InputError
 from patchguard.geometry.field import Axis
-from patchguard.geometry.program import trace
+from patchguard.geometry.program import trace_field
 
 
 class Lambda(nn.Module):
@@ -46,7 +46,7 @@ def moves(module: nn.Module, size: tuple[int, int], axis: int) -> np.ndarray:
 
 
 def reads(axis: Axis) -> np.ndarray:
-    return np.stack([axis.touched(pixel, 1) for pixel in range(axis.size)], axis=1)
+    return np.stack([axis.touched_cells(pixel, 1) for pixel in range(axis.size)], axis=1)
 
 
 def hull(moved: np.ndarray) -> np.ndarray:
@@ -57,7 +57,7 @@ def hull(moved: np.ndarray) -> np.ndarray:
 
 def check(module: nn.Module, size: tuple[int, int], *, exact: bool = False) -> None:
     module = module.double().eval()
-    field = trace(module, size)
+    field = trace_field(module, size)
     for axis, intervals in enumerate((field.rows, field.columns)):
         true = moves(module, size, axis)
         assert true.any()
@@ -149,7 +149,7 @@ CURVED: dict[str, nn.Module] = {
     "activations": nn.Sequential(nn.ReLU(inplace=True), nn.GELU(), nn.PReLU(4), nn.Dropout(), nn.Hardswish()),
     "layer norm of channels": Lambda(per_position, norm=nn.LayerNorm(4)),
     "softmax of channels": nn.Softmax(dim=1),
-    "normalised channels": Lambda(lambda x: functional.normalize(x, dim=1)),
+    "normalized channels": Lambda(lambda x: functional.normalize(x, dim=1)),
     "attention inside a position": Lambda(local_attention),
     "write in place": Lambda(lambda x: x.clone().mul_(2).add_(x.abs().amax(1, keepdim=True))),
     "cast": Lambda(lambda x: x.float().double().clamp(-1, 1)),
@@ -290,7 +290,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
 def test_a_layer_that_mixes_positions_or_images_is_refused_by_name(name: str) -> None:
     layer, message = REFUSED[name]
     with pytest.raises(InputError, match=message):
-        trace(nn.Sequential(nn.Conv2d(3, 4, 3), layer), (10, 12))
+        trace_field(nn.Sequential(nn.Conv2d(3, 4, 3), layer), (10, 12))
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_a_layer_that_mixes_positions_or_images_is_refused_by_name(name: str) ->
 )
 def test_an_output_that_is_no_map_of_cells_is_refused(head: nn.Module, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        trace(nn.Sequential(nn.Conv2d(3, 4, 3), head), (10, 12))
+        trace_field(nn.Sequential(nn.Conv2d(3, 4, 3), head), (10, 12))
 
 
 class Memory(nn.Module):
@@ -323,25 +323,25 @@ class Memory(nn.Module):
 
 def test_a_network_that_remembers_earlier_images_is_refused() -> None:
     with pytest.raises(InputError, match=r"must not write to its input or its buffers.*it writes to last"):
-        trace(Memory(), (4, 4))
+        trace_field(Memory(), (4, 4))
 
 
 def test_tracing_restores_the_mode_of_every_part() -> None:
     network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout()).train()
     network[1].eval()
-    trace(network, (10, 12))
+    trace_field(network, (10, 12))
     assert [part.training for part in network.modules()] == [True, True, False, True]
 
 
 def test_a_field_is_kept_until_the_network_changes() -> None:
     network = nn.Sequential(nn.Conv2d(3, 4, 3))
-    field = trace(network, (10, 12))
-    assert trace(network, (10, 12)) is field
-    assert trace(network, (12, 12)).grid == (10, 10)
+    field = trace_field(network, (10, 12))
+    assert trace_field(network, (10, 12)) is field
+    assert trace_field(network, (12, 12)).grid == (10, 10)
     network[0].stride = (2, 2)
-    assert trace(network, (10, 12)).grid == (4, 5)
+    assert trace_field(network, (10, 12)).grid == (4, 5)
     network.append(nn.MaxPool2d(2))
-    assert trace(network, (10, 12)).size == (5, 5)
+    assert trace_field(network, (10, 12)).size == (5, 5)
 
 
 def test_the_parameters_have_no_say_in_the_field() -> None:
@@ -349,9 +349,9 @@ def test_the_parameters_have_no_say_in_the_field() -> None:
     with torch.no_grad():
         for parameter in network.parameters():
             parameter.zero_()
-    assert trace(network, (6, 6)).size == (3, 3)
+    assert trace_field(network, (6, 6)).size == (3, 3)
 
 
 def test_an_image_without_pixels_is_refused() -> None:
     with pytest.raises(InputError, match="at least 1 x 1 pixel"):
-        trace(nn.Identity(), (0, 4))
+        trace_field(nn.Identity(), (0, 4))

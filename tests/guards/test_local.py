@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers.tiny import ANY_MASKS, bagnet_guard, pictures, srf_guard, thin
+from helpers.small_guards import ANY_MASKS, bagnet_guard, build_thin_model, random_images, srf_guard
 from torch import nn
 
 from patchguard.data.images import check_images
@@ -48,7 +48,7 @@ def _one_thread():
 @pytest.fixture(params=list(MAKERS))
 def case(request):
     make, side = MAKERS[request.param]
-    return make(), pictures(24, side)
+    return make(), random_images(24, side)
 
 
 def patched(image: torch.Tensor, side: int, generator: torch.Generator) -> torch.Tensor:
@@ -153,7 +153,7 @@ def test_the_largest_certified_patch_agrees_with_certify(case, patch):
 def test_bounded_evidence_is_not_stopped_by_its_masks():
     guard = srf_guard(side=9, patch=1)
     bounded = replace(guard, evidence=Evidence(kind="confidence"), defense=RobustMasking(masks=guard.defense.masks))
-    images = pictures(6, 9)
+    images = random_images(6, 9)
     sides = bounded.largest_certified_patch(images)
     for p in range(1, 10):
         certified = bounded.certify(images, Patch(p)).certified
@@ -162,7 +162,7 @@ def test_bounded_evidence_is_not_stopped_by_its_masks():
 
 def test_an_undefended_guard_certifies_nothing():
     guard = replace(srf_guard(), defense=Undefended())
-    assert guard.largest_certified_patch(pictures(3, 16)).tolist() == [0, 0, 0]
+    assert guard.largest_certified_patch(random_images(3, 16)).tolist() == [0, 0, 0]
 
 
 # -- masks and patches -------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_each_defense_is_refitted_in_its_own_way(defense, expected):
 
 def test_several_patches_need_masks_for_several_patches():
     guard = srf_guard(side=8, patch=1)
-    images = pictures(2, 8)
+    images = random_images(2, 8)
     with pytest.raises(InputError, match="lies in no mask"):
         guard.certify(images, Patch(1, count=2))
     two = guard.for_patch(Patch(1, count=2), 8, 8)
@@ -211,16 +211,16 @@ def test_several_patches_need_masks_for_several_patches():
 def test_images_that_give_another_grid_are_refused(case):
     guard, _ = case
     if guard.preprocess.steps:
-        assert guard.predict(pictures(1, 20, 24)).label.shape == (1,)  # the resize gives every size the same cells
+        assert guard.predict(random_images(1, 20, 24)).label.shape == (1,)  # the resize gives every size the same cells
         return
     with pytest.raises(InputError, match=r"20 x 24 pixels give 20 x 24 cells.*for 16 x 16.*for_patch\(patch, 20, 24\)"):
-        guard.predict(pictures(1, 20, 24))
+        guard.predict(random_images(1, 20, 24))
 
 
 def test_detection_guards_answer_label_or_alert():
     guard = srf_guard()
     detect = replace(guard, defense=MaskedAgreement(masks=guard.defense.masks))
-    images = pictures(4, 16)
+    images = random_images(4, 16)
     assert isinstance(detect.certify(images, Patch(1)), DetectionCertificate)
     assert detect.predict(images).alert.shape == (4,)
     with pytest.raises(InputError, match="certifies labels"):
@@ -232,7 +232,7 @@ def test_detection_guards_answer_label_or_alert():
 
 @pytest.fixture
 def bagnet17():
-    return thin("bagnet17")
+    return build_thin_model("bagnet17")
 
 
 def largest(windows: Windows) -> tuple[int, int]:
@@ -275,7 +275,7 @@ def test_a_crop_shifts_the_field_to_its_place_in_the_source():
 
 def test_a_model_in_training_mode_is_evaluated_and_put_back():
     guard = srf_guard.__wrapped__()
-    images = pictures(3, 16)
+    images = random_images(3, 16)
     expected = guard.local_logits(images)
     state = {name: tensor.clone() for name, tensor in guard.model.state_dict().items()}
     guard.model.train()
@@ -285,7 +285,7 @@ def test_a_model_in_training_mode_is_evaluated_and_put_back():
 
 
 def test_autocast_and_reduced_precision_do_not_reach_the_network():
-    images = pictures(3, 16)
+    images = random_images(3, 16)
     expected = srf_guard().local_logits(images)
     new = srf_guard.__wrapped__()  # neither the export of a network nor what it computes
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -295,11 +295,11 @@ def test_autocast_and_reduced_precision_do_not_reach_the_network():
 
 def test_answers_carry_no_gradient_and_work_under_inference_mode():
     guard = srf_guard(side=14)
-    images = pictures(2, 14).requires_grad_()
+    images = random_images(2, 14).requires_grad_()
     assert not guard.predict(images).scores.requires_grad
     with torch.inference_mode():
-        inside = guard.certify(pictures(2, 14), Patch(2))
-    assert torch.equal(inside.margin, guard.certify(pictures(2, 14), Patch(2)).margin)
+        inside = guard.certify(random_images(2, 14), Patch(2))
+    assert torch.equal(inside.margin, guard.certify(random_images(2, 14), Patch(2)).margin)
 
 
 def test_a_network_whose_layers_change_gets_a_new_field():
@@ -335,17 +335,17 @@ def test_tensors_that_are_no_images_are_refused(images, message):
 
 def test_images_smaller_than_the_field_are_refused():
     with pytest.raises(InputError, match="at least 5 x 5 pixels here; got 4 x 9"):
-        srf_guard().predict(pictures(1, 4, 9))
+        srf_guard().predict(random_images(1, 4, 9))
 
 
 def test_a_patch_larger_than_the_image_is_refused():
     with pytest.raises(InputError, match="must fit the image"):
-        srf_guard().certify(pictures(1, 16), Patch(17))
+        srf_guard().certify(random_images(1, 16), Patch(17))
 
 
 def test_an_empty_list_of_patches_is_refused():
     with pytest.raises(InputError, match="a sequence of at least one"):
-        srf_guard().certify(pictures(1, 16), [])
+        srf_guard().certify(random_images(1, 16), [])
 
 
 def test_class_names_must_match_the_classes():
@@ -358,9 +358,9 @@ def test_class_names_must_match_the_classes():
 def test_a_leaky_network_is_refused_when_a_patch_is_certified():
     leaky = wrap(nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4), nn.Conv2d(4, 2, 1)), classes=2)
     guard = LocalGuard(Preprocess(), leaky, Evidence(low=None), Median())
-    guard.predict(pictures(1, 8))  # answers, but proves nothing
+    guard.predict(random_images(1, 8))  # answers, but proves nothing
     with pytest.raises(InputError, match=r"layer `features\.1` \(InstanceNorm2d\) cannot be bounded"):
-        guard.certify(pictures(1, 8), Patch(1))
+        guard.certify(random_images(1, 8), Patch(1))
 
 
 def test_the_checks_hold_without_any_type_checker():

@@ -1,14 +1,14 @@
 """Labels given to a Guard for a batch that its network sees in parts."""
 
 import torch
-from helpers.painted import SIDE, guard, paintings
+from helpers.color_network import SIDE, color_guard, tinted_images
 
 from patchguard.guards import local as guard_file
 from patchguard.patch import Patch
 
 
 def test_labels_of_a_batch_that_is_split_belong_to_their_images(monkeypatch) -> None:
-    victim, (images, _) = guard("robust"), paintings(5)
+    victim, (images, _) = color_guard("robust"), tinted_images(5)
     label = torch.tensor([0, 1, 2, 1, 0])
     patches = [Patch(1), Patch(2)]
     alone = [victim.certify(images[i : i + 1], patches, label=int(label[i])) for i in range(5)]

@@ -14,7 +14,9 @@ from patchguard.defenses import ClippedSum, Defense, DoubleMasking, MajorityVote
 from patchguard.defenses.evidence import Evidence, EvidenceMap
 from patchguard.errors import InputError
 from patchguard.geometry.field import Axis, Field
+from patchguard.geometry.preprocess import Preprocess
 from patchguard.geometry.windows import Windows
+from patchguard.guards.cell_claims import claim_cells
 from patchguard.patch import Patch
 from patchguard.storage import certificate_file
 
@@ -89,16 +91,25 @@ def honest(seed: int, rule: str) -> bytes | None:
 def proved(defense: Defense, settings: Evidence, evidence: EvidenceMap, field: Field, patch: Patch) -> bytes:
     """The file of what the package proves about this evidence."""
     windows = Windows.reached_by(patch, field)
-    return certificate_file.encode(
+    certificate = defense.certify(evidence, windows)
+    claim = claim_cells(
         defense=defense,
         settings=settings,
         evidence=evidence,
-        certificate=defense.certify(evidence, windows),
+        certificate=certificate,
         field=field,
         patch=patch,
         windows=windows,
+        preprocess=Preprocess(),
+    )
+    return certificate_file.encode(
+        certificate=certificate,
+        patch=patch,
+        size=field.source,
         class_names=(),
-        digests=DIGESTS,
+        kind="cells",
+        digests={name: DIGESTS[name] for name in ("model", "image")},
+        claim=claim,
     )
 
 
@@ -135,7 +146,7 @@ def covers(windows: Windows, axes: list[Axis], patch: tuple[int, int]) -> bool:
     Not of their hull, as the package makes windows: a file may have cells that read nothing between others.
     """
     rows, columns = (
-        [axis.touched(position, length) for position in range(axis.size - length + 1)]
+        [axis.touched_cells(position, length) for position in range(axis.size - length + 1)]
         for axis, length in zip(axes, patch, strict=True)
     )
     return all((windows.cells | ~np.outer(row, column).ravel()).all(1).any() for row in rows for column in columns)

@@ -14,9 +14,9 @@ from patchguard.models.ablation import (
     ds_resnet50,
     rename_smoothing_checkpoint,
 )
-from patchguard.models.bands import architecture
+from patchguard.models.band_logits import describe_architecture
+from patchguard.models.band_plan import Layer, lay_out, plan_bands
 from patchguard.models.resnet import BasicBlock, Bottleneck, ResNet, StrideOn
-from patchguard.models.strip import Layer, lay_out, plan_bands
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def one_thread() -> Iterator[None]:
 
 
 def as_if_trained(network: nn.Module, seed: int = 0) -> nn.Module:
-    """Give every batch normalisation statistics of its own, so that no layer maps zeros to zeros."""
+    """Give every batch normalization statistics of its own, so that no layer maps zeros to zeros."""
     generator = torch.Generator().manual_seed(seed)
     for layer in network.modules():
         if isinstance(layer, nn.BatchNorm2d):
@@ -162,7 +162,7 @@ def test_only_the_bands_that_show_a_column_move_with_it(fast: bool) -> None:
         changed = images.clone()
         changed[..., column] = torch.nan if column % 2 else -1e3
         moved = (model(changed) != before).any(dim=1)[0, 0]
-        assert moved.tolist() == columns.touched(column, 1).tolist()
+        assert moved.tolist() == columns.touched_cells(column, 1).tolist()
 
 
 @pytest.mark.parametrize("region", ["column", "row", "block"])
@@ -179,7 +179,7 @@ def test_the_field_is_what_moves_when_a_pixel_changes(region: str, stride: int, 
             changed = images.clone()
             changed[0, :, row, column] += 0.25
             moved = (model(changed) != before).any(dim=1)[0]
-            assert moved.tolist() == field.touched((row, column, 1, 1)).tolist()
+            assert moved.tolist() == field.touched_cells((row, column, 1, 1)).tolist()
 
 
 def test_a_band_past_the_border_goes_on_at_the_first_column() -> None:
@@ -191,7 +191,7 @@ def test_a_band_past_the_border_goes_on_at_the_first_column() -> None:
     assert not inputs[..., [2, 3]].any()
 
 
-def test_x_and_one_minus_x_are_of_the_normalised_image() -> None:
+def test_x_and_one_minus_x_are_of_the_normalized_image() -> None:
     model = ds_resnet50(classes=2, band=2, width=0.05)
     images = random_images(1, 3, 2, 4)
     inputs = model.ablate(images, torch.tensor([[0, 1]]))
@@ -305,7 +305,7 @@ def test_a_strip_keeps_intervals_apart_that_the_border_cut() -> None:
 def test_a_plan_counts_what_an_evaluation_multiplies() -> None:
     network = narrow(Bottleneck, (1, 1, 1, 1))
     starts = tuple(range(0, 61, 4))
-    plan = plan_bands(architecture(network), 61, 45, starts, 5)
+    plan = plan_bands(describe_architecture(network), 61, 45, starts, 5)
     model = Ablation(network.eval(), classes=5, band=5, stride=4, chunk=100)
     images = random_images(1, 3, 45, 61)
     empty_image = plan.plain // len(starts) - 5 * network.fc.in_features

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from helpers.influence import fresh, intervals, moved, picture, reached
+from helpers.pixel_influence import build_random, changed_cells, expected_cells, intervals, random_image
 
 from patchguard.errors import InputError
 from patchguard.models.bagnet import BagNet, bagnet9, bagnet17, bagnet33
@@ -77,23 +77,23 @@ def test_bagnet17_at_224_pixels_has_26_by_26_cells():
 
 @pytest.mark.parametrize(("factory", "field"), FAMILY)
 def test_the_number_of_cells_follows_each_axis(factory, field):
-    model = fresh(factory, classes=3, width=0.05)
+    model = build_random(factory, classes=3, width=0.05)
     with torch.inference_mode():
         for height, width in ((field, field + 7), (field + 8, field), (field + 21, field + 50)):
             cells = ((height - field) // 8 + 1, (width - field) // 8 + 1)
-            assert model(picture(height, width)).shape == (1, 3, *cells)
+            assert model(random_image(height, width)).shape == (1, 3, *cells)
 
 
 @pytest.mark.parametrize(("factory", "field"), FAMILY)
 def test_a_pixel_moves_exactly_the_cells_whose_field_holds_it(factory, field):
-    model = fresh(factory, classes=3, width=0.1)
+    model = build_random(factory, classes=3, width=0.1)
     height, width = field + 29, field + 34  # 5 rows and 2 columns at the far border are read by no cell
     pixels = [(0, 0), (7, 8), (field - 1, field), (field, field - 1), (height - 6, width - 3), (20, 3)]
     for pixel in pixels:
-        seen = moved(model, height, width, pixel)
-        assert (seen == reached(seen.shape, pixel, size=field, stride=8, first=0)).all(), pixel
+        seen = changed_cells(model, height, width, pixel)
+        assert (seen == expected_cells(seen.shape, pixel, size=field, stride=8, first=0)).all(), pixel
     for pixel in [(height - 5, 0), (0, width - 2), (height - 1, width - 1)]:
-        assert not moved(model, height, width, pixel).any(), pixel
+        assert not changed_cells(model, height, width, pixel).any(), pixel
 
 
 def test_the_traced_field_agrees_with_the_arithmetic():
@@ -104,8 +104,8 @@ def test_the_traced_field_agrees_with_the_arithmetic():
 
 
 def test_a_cell_of_a_large_image_equals_the_cell_of_its_crop():
-    model = fresh(bagnet17, classes=3, width=0.1)
-    image = picture(41, 57)
+    model = build_random(bagnet17, classes=3, width=0.1)
+    image = random_image(41, 57)
     with torch.inference_mode():
         whole, crop = model(image), model(image[..., 16:33, 32:49])
     torch.testing.assert_close(whole[..., 2, 4], crop[..., 0, 0])
@@ -113,13 +113,13 @@ def test_a_cell_of_a_large_image_equals_the_cell_of_its_crop():
 
 def test_the_residual_enters_at_the_near_corner_of_the_field():
     # With f silenced only the cropped shortcuts are left: cell u then reads the stem at 8u, that is 3 pixels.
-    model = fresh(bagnet33, classes=3, width=0.1)
+    model = build_random(bagnet33, classes=3, width=0.1)
     for name, layer in model.named_modules():
         if name.endswith("bn3"):
             layer.weight.data.zero_()
     for pixel in [(8, 16), (10, 18), (11, 16), (15, 15)]:
-        seen = moved(model, 49, 57, pixel)
-        assert (seen == reached(seen.shape, pixel, size=3, stride=8, first=0)).all(), pixel
+        seen = changed_cells(model, 49, 57, pixel)
+        assert (seen == expected_cells(seen.shape, pixel, size=3, stride=8, first=0)).all(), pixel
 
 
 @pytest.mark.parametrize(("height", "width"), [(16, 40), (40, 16)])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers.tiny import lively
+from helpers.small_guards import randomize_weights
 from torch import Tensor, nn
 
 from patchguard.errors import InputError
@@ -28,14 +28,14 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-def thin(name: str):
+def build_thin_model(name: str):
     settings = THIN.get(name, {"width": 0.05})
-    return lively(build(name, classes=2, **settings))
+    return randomize_weights(build(name, classes=2, **settings))
 
 
 @pytest.mark.parametrize("name", list(REGISTRY))
 def test_every_network_of_the_registry_passes_at_its_smallest_input(name):
-    model = thin(name)
+    model = build_thin_model(name)
     height, width = model.smallest_input()
     # One more cell along the columns, where one cell would see everything and nothing could lie outside.
     grown = max(width, 8) if name.startswith("ds_") else width
@@ -46,7 +46,7 @@ def test_every_network_of_the_registry_passes_at_its_smallest_input(name):
 
 @pytest.mark.parametrize("name", ["srf", "ds_resnet18", "block_resnet18"])
 def test_local_networks_pass_on_larger_images_that_are_not_square(name):
-    model = thin(name)
+    model = build_thin_model(name)
     height, width = model.smallest_input()
     field = model.field(height + 9, width + 14)
     assert min(field.size[0] / field.source[0], field.size[1] / field.source[1]) < 1

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from helpers.influence import fresh, intervals, moved, picture, reached
+from helpers.pixel_influence import build_random, changed_cells, expected_cells, intervals, random_image
 
 from patchguard.errors import InputError
-from patchguard.models.resnet import BasicBlock, ResNet, backbone, resnet18, resnet50
+from patchguard.models.resnet import BasicBlock, ResNet, build_resnet, resnet18, resnet50
 
 
 def torchvision_shapes(depth: int) -> dict[str, tuple[int, ...]]:
@@ -45,14 +45,14 @@ def test_the_backbone_has_the_names_and_shapes_of_torchvision(factory, depth):
 @pytest.mark.parametrize(("depth", "millions"), [(18, 11.689512), (50, 25.557032)])
 def test_the_published_numbers_of_parameters_come_out(depth, millions):
     with torch.device("meta"):
-        assert sum(parameter.numel() for parameter in backbone(depth).parameters()) == round(millions * 1e6)
+        assert sum(parameter.numel() for parameter in build_resnet(depth).parameters()) == round(millions * 1e6)
 
 
 @pytest.mark.parametrize("factory", [resnet18, resnet50])
 @pytest.mark.parametrize(("small_images", "size"), [(True, (32, 24)), (False, (96, 64))])
 def test_the_mean_of_local_logits_equals_the_global_logits(factory, small_images, size):
-    model = fresh(factory, classes=5, width=0.1, small_images=small_images)
-    images = picture(*size, batch=2)
+    model = build_random(factory, classes=5, width=0.1, small_images=small_images)
+    images = random_image(*size, batch=2)
     with torch.inference_mode():
         local_logits = model(images)
         stride = 8 if small_images else 32
@@ -72,11 +72,11 @@ def test_the_mean_of_local_logits_equals_the_global_logits(factory, small_images
     ],
 )
 def test_a_pixel_moves_exactly_the_cells_whose_field_holds_it(factory, settings, field):
-    model = fresh(factory, classes=3, width=0.1, small_images=True, **settings)
-    # Every 3x3 convolution is padded by one pixel, so that cell u is centred on pixel 8u.
+    model = build_random(factory, classes=3, width=0.1, small_images=True, **settings)
+    # Every 3x3 convolution is padded by one pixel, so that cell u is centered on pixel 8u.
     for pixel in [(0, 0), (64, 80), (60, 159)]:
-        seen = moved(model, 128, 160, pixel)
-        assert (seen == reached(seen.shape, pixel, size=field, stride=8, first=-(field // 2))).all(), pixel
+        seen = changed_cells(model, 128, 160, pixel)
+        assert (seen == expected_cells(seen.shape, pixel, size=field, stride=8, first=-(field // 2))).all(), pixel
         assert not seen.all()
 
 
@@ -94,7 +94,7 @@ def test_the_stride_can_sit_on_the_first_1x1_convolution():
 
 
 def test_a_backbone_takes_six_channels():
-    network = backbone(18, classes=4, in_channels=6, small_images=True, width=0.1).eval()
+    network = build_resnet(18, classes=4, in_channels=6, small_images=True, width=0.1).eval()
     inputs = torch.rand(2, 6, 32, 32)
     with torch.inference_mode():
         assert network.features(inputs).shape == (2, 51, 4, 4)
@@ -104,7 +104,7 @@ def test_a_backbone_takes_six_channels():
 
 def test_an_unknown_depth_is_refused():
     with pytest.raises(InputError, match="`depth` must be 18 or 50; got 34"):
-        backbone(34)
+        build_resnet(34)
 
 
 def test_a_basic_block_has_no_1x1_convolution_to_carry_the_stride():

@@ -2,12 +2,12 @@ import copy
 
 import pytest
 import torch
-from helpers.influence import fresh, intervals, moved, picture, reached
-from helpers.tiny import srf_guard
+from helpers.pixel_influence import build_random, changed_cells, expected_cells, intervals, random_image
+from helpers.small_guards import srf_guard
 from torch import nn
 
 from patchguard.errors import InputError
-from patchguard.models.srf import WIDTHS, ConvNorm, Srf, mixing_blocks, srf, srf_wide
+from patchguard.models.srf import WIDTHS, ConvNorm, Srf, choose_3x3_blocks, srf, srf_wide
 from patchguard.patch import Patch
 
 THIN = (4, 8, 8, 12, 12, 12)
@@ -34,18 +34,18 @@ def test_the_wide_network_has_six_million_parameters():
     [(0, []), (1, [1]), (2, [1, 3]), (3, [0, 1, 3]), (4, [0, 1, 2, 3]), (6, [0, 1, 2, 3, 4, 5])],
 )
 def test_blocks_that_widen_look_around_first(count, blocks):
-    assert mixing_blocks(WIDTHS, count) == blocks
+    assert choose_3x3_blocks(WIDTHS, count) == blocks
 
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("field", range(5, 17, 2))
 def test_a_pixel_moves_exactly_the_cells_whose_field_holds_it(field, stride):
-    model = fresh(Srf, classes=3, field=field, stride=stride, widths=THIN)
+    model = build_random(Srf, classes=3, field=field, stride=stride, widths=THIN)
     height, width = 21, 24
     for pixel in [(0, 0), (10, 11), (20, 12), (1, 23)]:
-        seen = moved(model, height, width, pixel)
+        seen = changed_cells(model, height, width, pixel)
         assert seen.shape == (-(-height // stride), -(-width // stride))
-        assert (seen == reached(seen.shape, pixel, size=field, stride=stride, first=-(field // 2))).all(), pixel
+        assert (seen == expected_cells(seen.shape, pixel, size=field, stride=stride, first=-(field // 2))).all(), pixel
 
 
 @pytest.mark.parametrize(("field", "stride"), [(7, 1), (9, 2), (15, 2)])
@@ -57,8 +57,8 @@ def test_the_traced_field_agrees_with_the_arithmetic(field, stride):
 
 @pytest.mark.parametrize(("field", "widths"), [(5, (4, 8)), (7, THIN), (9, (4, 4, 4)), (13, THIN)])
 def test_cells_that_are_kept_are_what_they_were(field, widths):
-    model = fresh(Srf, classes=3, field=field, widths=widths)
-    image = picture(21, 24)
+    model = build_random(Srf, classes=3, field=field, widths=widths)
+    image = random_image(21, 24)
     with torch.inference_mode():
         whole = model(image)
         model.keep_every(2)
@@ -69,7 +69,7 @@ def test_cells_that_are_kept_are_what_they_were(field, widths):
 
 def test_a_guard_whose_network_leaves_cells_out_needs_new_masks():
     guard = copy.deepcopy(srf_guard(side=16))
-    image, patch = picture(16, 16).clamp(0, 1), Patch(2)
+    image, patch = random_image(16, 16).clamp(0, 1), Patch(2)
     guard.certify(image, patch)
     guard.model.keep_every(2)
     for answer in (guard.predict, lambda images: guard.certify(images, patch)):
@@ -81,7 +81,7 @@ def test_a_guard_whose_network_leaves_cells_out_needs_new_masks():
 
 
 def test_a_network_that_looks_around_in_its_stem_alone_leaves_no_cell_out():
-    model = fresh(Srf, classes=3, field=3, widths=(4,))
+    model = build_random(Srf, classes=3, field=3, widths=(4,))
     model.keep_every(1)
     with pytest.raises(InputError, match="`field` must be at least 5"):
         model.keep_every(2)
@@ -89,36 +89,36 @@ def test_a_network_that_looks_around_in_its_stem_alone_leaves_no_cell_out():
 
 @pytest.mark.parametrize("stride", [1, 2])
 def test_frozen_statistics_fold_into_the_convolution(stride):
-    layer = fresh(ConvNorm, inputs=3, outputs=5, kernel=3, stride=stride)
-    inputs = picture(9, 8, batch=2)
+    layer = build_random(ConvNorm, inputs=3, outputs=5, kernel=3, stride=stride)
+    inputs = random_image(9, 8, batch=2)
     with torch.inference_mode():
         torch.testing.assert_close(layer(inputs), layer.norm(layer.conv(inputs)))
 
 
 def test_training_uses_and_updates_batch_statistics():
-    layer = fresh(ConvNorm, inputs=3, outputs=5, kernel=3).train()
+    layer = build_random(ConvNorm, inputs=3, outputs=5, kernel=3).train()
     before = layer.norm.running_mean.clone()
-    features = layer(picture(9, 8, batch=4))
+    features = layer(random_image(9, 8, batch=4))
     normalized = (features - layer.norm.bias[:, None, None]) / layer.norm.weight[:, None, None]
     torch.testing.assert_close(normalized.mean((0, 2, 3)), torch.zeros(5, dtype=torch.float64), atol=1e-9, rtol=0)
     assert not torch.equal(before, layer.norm.running_mean)
 
 
 def test_a_training_step_reaches_every_parameter():
-    model = fresh(srf, classes=3, widths=THIN).train()
-    model(picture(12, 12, batch=4)).pow(2).mean().backward()
+    model = build_random(srf, classes=3, widths=THIN).train()
+    model(random_image(12, 12, batch=4)).pow(2).mean().backward()
     assert [name for name, value in model.named_parameters() if value.grad is None or not value.grad.any()] == []
 
 
 def test_an_image_in_a_batch_scores_as_it_does_alone():
-    model = fresh(srf, classes=3, widths=THIN)
-    images = picture(12, 10, batch=3)
+    model = build_random(srf, classes=3, widths=THIN)
+    images = random_image(12, 10, batch=3)
     with torch.inference_mode():
         torch.testing.assert_close(model(images)[1:2], model(images[1:2]))
 
 
 def test_channels_last_gives_the_same_logits():
-    model, images = fresh(srf, classes=3, widths=THIN), picture(12, 10, batch=2)
+    model, images = build_random(srf, classes=3, widths=THIN), random_image(12, 10, batch=2)
     with torch.inference_mode():
         plain = model(images)
         fast = model.to(memory_format=torch.channels_last)(images)

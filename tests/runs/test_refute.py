@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import brightness
+from helpers import threshold_guard
 
 from patchguard.attacks import Attack, build
 from patchguard.attacks.adapters import Called
@@ -92,12 +92,12 @@ def test_without_true_classes_the_label_is_what_must_stay():
 
 def trial(attack: Attack, guard=None, pixels: tuple[int, ...] = (127, 128, 90, 200)) -> Trial:
     """An attack on pictures of one grey each."""
-    images = [torch.full((3, brightness.SIDE, brightness.SIDE), value, dtype=torch.uint8) for value in pixels]
+    images = [torch.full((3, threshold_guard.SIDE, threshold_guard.SIDE), value, dtype=torch.uint8) for value in pixels]
     targets = tuple(int(value < 127.5) for value in pixels)
     names = tuple(f"{place}.png" for place in range(len(pixels)))
     job = Job(
-        guard=guard or brightness.brightness_guard(),
-        source=Source(names, targets, brightness.NAMES, images.__getitem__),
+        guard=guard or threshold_guard.make_guard(),
+        source=Source(names, targets, threshold_guard.NAMES, images.__getitem__),
         patches=(WrittenPatch.read("2"),),
         curve=(),
         top_k=1,
@@ -117,7 +117,7 @@ def test_any_function_can_be_used_to_refute(tmp_path):
 
     attack = Called(function=whiten)
     assert "whiten" in budget_of(attack)["function"]
-    plain = brightness.brightness_guard(Undefended())
+    plain = threshold_guard.make_guard(Undefended())
     outcome = refute(trial(attack, plain), tmp_path, device="cpu")
     found = sorted(Folder(tmp_path).records(), key=lambda each: each["index"])
     assert [each["broken"] for each in found] == [True, True, False, False]
@@ -142,7 +142,7 @@ class Claims(Attack):
 @pytest.mark.parametrize("proved", [True, False])
 def test_a_certified_label_that_the_attack_alone_saw_change_is_refuted(tmp_path, monkeypatch, proved):
     monkeypatch.setattr("patchguard.runs.refute.budget_of", lambda attack: {})
-    guard = None if proved else brightness.brightness_guard(Undefended())
+    guard = None if proved else threshold_guard.make_guard(Undefended())
     summary = refute(trial(Claims(), guard), tmp_path, device="cpu").summary
     found = list(Folder(tmp_path).records())
     assert summary["refuted"] == ([0, 1, 2, 3] if proved else [])

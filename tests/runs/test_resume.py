@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import brightness
+from helpers import threshold_guard
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -20,6 +20,7 @@ from patchguard.errors import InputError
 from patchguard.runs.certificate_folder import CertificateFolder
 from patchguard.runs.records import Folder
 from patchguard.storage import zoo
+from patchguard.storage.published_models import CHECKPOINTS
 
 COUNT = 5
 
@@ -34,10 +35,10 @@ def read_once():
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    return brightness.save(tmp_path_factory.mktemp("model") / "brightness.safetensors")
+    return threshold_guard.save_guard(tmp_path_factory.mktemp("model") / "brightness.safetensors")
 
 
-def draw(path: Path, grey: int, side: int = brightness.SIDE) -> None:
+def draw(path: Path, grey: int, side: int = threshold_guard.SIDE) -> None:
     """Write a picture whose file has the same size whatever it shows."""
     Image.fromarray(np.full((side, side, 3), grey, np.uint8)).save(path, "BMP")
 
@@ -326,4 +327,4 @@ def test_a_file_called_like_a_model_is_not_verified_against(run, model, photos, 
     assert CliRunner().invoke(app, [*words, "./cifar10"]).exit_code == 0
     shown = CliRunner().invoke(app, [*words, "cifar10"])
     assert shown.exit_code == 1
-    assert str(zoo.CHECKPOINTS / "cifar10.safetensors") in shown.stderr
+    assert str(CHECKPOINTS / "cifar10.safetensors") in shown.stderr

@@ -7,12 +7,11 @@ import sys
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from helpers.claims import edited, sealed
-from helpers.tiny import ANY_MASKS, bagnet_guard, lively, pictures, srf_guard
+from helpers.small_guards import ANY_MASKS, bagnet_guard, random_images, randomize_weights, srf_guard
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -22,6 +21,9 @@ from patchguard.defenses import ClippedSum, DoubleMasking, MajorityVote, RobustM
 from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
 from patchguard.geometry.windows import Windows
+from patchguard.guard import Examination, Plan, Task
+from patchguard.guards import cell_claims
+from patchguard.guards.interval import IntervalGuard
 from patchguard.guards.local import LocalGuard
 from patchguard.models import build
 from patchguard.patch import Patch
@@ -32,13 +34,18 @@ from patchguard.storage.certificate_file import Packer, difference, eight_bit, h
 @cache
 def band_guard() -> LocalGuard:
     """Votes of column bands on a circle."""
-    model = lively(build("ds_resnet18", classes=3, width=0.05))
+    model = randomize_weights(build("ds_resnet18", classes=3, width=0.05))
     plain = srf_guard()
     return replace(plain, model=model, evidence=Evidence(kind="vote", drift=1e-3), defense=MajorityVote())
 
 
+def examine(guard: LocalGuard, pixels: torch.Tensor) -> Examination:
+    """What the guard finds about 16 x 16 pictures and a patch of 2 x 2."""
+    return guard.examine(pixels.float() / 255, Plan(guard, (16, 16), (Task(Patch(2), guard, "own"),)))
+
+
 def image(side: int, seed: int = 0) -> torch.Tensor:
-    return (pictures(1, side, seed=seed)[0] * 255).round().to(torch.uint8)
+    return (random_images(1, side, seed=seed)[0] * 255).round().to(torch.uint8)
 
 
 def guards() -> dict[str, tuple[LocalGuard, int]]:
@@ -88,20 +95,12 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one_whole(broken, tmp_pat
     path = tmp_path / "image.pgc"
     certificate_file.write(path, srf_guard(), image(16), Patch(2))
     before = path.read_bytes()
-    whole = Path.write_bytes
-
-    def half(self, data):
-        whole(self, data[: len(data) // 2])
-        raise OSError("no space left")
 
     def refuse(*_):
         raise OSError("no space left")
 
-    if broken == "write":
-        monkeypatch.setattr(Path, "write_bytes", half)
-    else:
-        monkeypatch.setattr("os.replace", refuse)
-    with pytest.raises(OSError, match="no space left"):
+    monkeypatch.setattr("os.fsync" if broken == "write" else "os.replace", refuse)
+    with pytest.raises(InputError, match="cannot be written: no space left"):
         certificate_file.write(path, srf_guard(), image(16, seed=1), Patch(2))
     monkeypatch.undo()
     assert path.read_bytes() == before
@@ -111,8 +110,8 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one_whole(broken, tmp_pat
 def test_a_claim_that_the_checker_refutes_is_never_written(tmp_path, monkeypatch):
     certify = DoubleMasking.certify
 
-    def generous(self, evidence, windows):
-        found = certify(self, evidence, windows)
+    def generous(self, evidence, windows, *more):
+        found = certify(self, evidence, windows, *more)
         return replace(found, margin=found.margin + 1)
 
     monkeypatch.setattr(DoubleMasking, "certify", generous)
@@ -123,15 +122,13 @@ def test_a_claim_that_the_checker_refutes_is_never_written(tmp_path, monkeypatch
 
 def test_what_would_take_too_long_to_check_is_never_packed(monkeypatch):
     guard = srf_guard()
-    evidence = guard.evidence_of(image(16)[None].float() / 255)
-    packer = Packer(guard, Patch(2), 16, 16)
-    certificate = guard.defense.certify(evidence, packer.windows)
+    packer, examination = Packer(Task(Patch(2), guard, "own"), 16, 16), examine(guard, image(16)[None])
     with monkeypatch.context() as patched:
         patched.setattr(verify, "LARGEST_WORK", 10**6)
         for _ in range(2):
             with pytest.raises(InputError, match="too long to check 121 windows and 121 masks on 3 x 16 x 16"):
-                packer.pack(evidence, certificate, 0, image_digest(image(16)))
-    assert verify.check_bytes(packer.pack(evidence, certificate, 0, image_digest(image(16)))).valid
+                packer.pack(examination, 0, 0, image_digest(image(16)))
+    assert verify.check_bytes(packer.pack(examination, 0, 0, image_digest(image(16)))).valid
 
 
 def test_masks_that_are_listed_twice_are_never_packed(tmp_path):
@@ -155,14 +152,14 @@ def test_masks_that_are_listed_twice_are_never_packed(tmp_path):
     ],
 )
 def test_a_margin_is_written_as_the_whole_number_it_was(units, scale, defense, denominator):
-    found = certificate_file._margin(units / denominator, scale, defense)
+    found = cell_claims._margin(units / denominator, defense.margin_unit(scale))
     assert found == {"units": units, "denominator": denominator, "value": units / denominator}
 
 
 @pytest.mark.parametrize("margin", [2.0**52, -(2.0**52), 2.0**60, 0.3, 1 / 3])
 def test_a_margin_that_is_no_whole_number_of_units_is_not_written(margin):
     with pytest.raises(InputError, match="cannot be written exactly"):
-        certificate_file._margin(margin, 1, ClippedSum())
+        cell_claims._margin(margin, 1)
 
 
 def test_the_digest_of_an_image_is_the_documented_one():
@@ -190,23 +187,21 @@ def test_floats_are_taken_if_they_are_8_bit_pixels(tmp_path):
 def test_a_batch_is_packed_from_what_was_computed_once():
     guard = srf_guard()
     pixels = torch.stack([image(16, seed) for seed in range(6)])
-    packer = Packer(guard, Patch(2), 16, 16)
-    evidence = guard.evidence_of(pixels.float() / 255)
-    certificate = guard.defense.certify(evidence, packer.windows)
+    packer, examination = Packer(Task(Patch(2), guard, "own"), 16, 16), examine(guard, pixels)
     for row in range(6):
-        data = packer.pack(evidence, certificate, row, image_digest(pixels[row]))
+        data = packer.pack(examination, 0, row, image_digest(pixels[row]))
         assert verify.check_bytes(data).valid
         assert difference(data, guard, pixels[row]) is None
 
 
 def test_only_the_defended_label_can_be_written():
     guard = srf_guard()
-    packer = Packer(guard, Patch(2), 16, 16)
-    evidence = guard.evidence_of(image(16)[None].float() / 255)
-    other = (int(guard.defense.predict(evidence).label) + 1) % 3
-    certificate = guard.defense.certify(evidence, packer.windows, other)
+    packer, examination = Packer(Task(Patch(2), guard, "own"), 16, 16), examine(guard, image(16)[None])
+    other = (int(examination.prediction.label) + 1) % 3
+    certificate = guard.certify(image(16)[None].float() / 255, Patch(2), other)
+    examination = replace(examination, certificates=(certificate,))
     with pytest.raises(InputError, match="must be about the defended label"):
-        packer.pack(evidence, certificate, 0, image_digest(image(16)))
+        packer.pack(examination, 0, 0, image_digest(image(16)))
 
 
 def test_what_has_no_checker_is_refused(tmp_path):
@@ -224,13 +219,14 @@ def test_what_has_no_checker_is_refused(tmp_path):
 
 def test_evidence_that_was_not_made_by_the_guard_is_refused():
     guard = srf_guard()
-    packer = Packer(guard, Patch(2), 16, 16)
-    evidence = guard.evidence_of(image(16)[None].float() / 255)
-    certificate = guard.defense.certify(evidence, packer.windows)
-    with pytest.raises(InputError, match="must carry the drift"):
-        packer.pack(evidence.with_values(evidence.values), certificate, 0, image_digest(image(16)))
-    with pytest.raises(InputError, match="own settings"):
-        packer.pack(replace(evidence, high=1), certificate, 0, image_digest(image(16)))
+    packer, examination = Packer(Task(Patch(2), guard, "own"), 16, 16), examine(guard, image(16)[None])
+    evidence = examination.details
+    for changed, message in (
+        (evidence.with_values(evidence.values), "must carry the drift"),
+        (replace(evidence, high=1), "own settings"),
+    ):
+        with pytest.raises(InputError, match=message):
+            packer.pack(replace(examination, details=changed), 0, 0, image_digest(image(16)))
 
 
 # -- against the network and the image ---------------------------------------------------------------------------------
@@ -342,7 +338,7 @@ def test_the_command_checks_files(run, written):
     assert shown.exit_code == 1
     lines = [json.loads(line) for line in shown.stdout.splitlines()]
     assert [line["valid"] for line in lines] == [True, False, False]
-    assert set(lines[0]) == {"file", "valid", "certified", "reason", "condition"}
+    assert set(lines[0]) == {"file", "valid", "certified", "reason", "checked", "condition"}
     assert [line["condition"] for line in lines] == [verify.CONDITION, None, None]
 
 
@@ -389,3 +385,77 @@ def test_masks_may_be_any_boxes(tmp_path):
     guard = replace(srf_guard(), defense=replace(srf_guard().defense, masks=boxes))
     certificate_file.write(tmp_path / "image.pgc", guard, image(16), Patch(2))
     assert verify.check(tmp_path / "image.pgc").valid
+
+
+# -- statements --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stated(tmp_path):
+    """The file of a guard whose proofs the checker cannot recompute, the guard and the image."""
+    network = build("interval_cnn", classes=3, side=8, widths=(2,), kernels=(3,), strides=(2,))
+    guard = IntervalGuard(randomize_weights(network))
+    pixels, path = image(8), tmp_path / "image.pgc"
+    certificate_file.write(path, guard, pixels, Patch(1))
+    return path.read_bytes(), guard, pixels
+
+
+def test_a_statement_is_neither_valid_nor_invalid_until_the_guard_confirms_it(stated):
+    data, guard, pixels = stated
+    verdict = verify.check_bytes(data)
+    assert (verdict.valid, verdict.certified, verdict.checked) == (False, False, False)
+    assert str(verdict).startswith("unchecked: it states that label")
+    assert difference(data, guard, pixels) is None
+    assert difference(data, guard, image(8, seed=1)) == "it is about another image"
+    with torch.no_grad():
+        guard.model.fc.bias += 1.0
+    assert difference(data, guard, pixels) == "it is about a model with other weights or settings"
+
+
+def test_a_statement_with_another_label_or_claim_is_refuted_by_the_guard(stated):
+    data, guard, pixels = stated
+    claim, _ = verify.read(data)
+
+    def altered(**changes):
+        changed = {**claim, **changes}
+        changed["digest"] = verify.digest_of(changed)
+        return verify.archive(verify.canonical(changed), verify.array_header([0]))
+
+    assert "gives label" in difference(altered(label=(claim["label"] + 1) % 3), guard, pixels)
+    contrary = altered(certified=not claim["certified"], margin=-1.0 if claim["certified"] else 1.0)
+    assert "claims the contrary" in difference(contrary, guard, pixels)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"margin": 1}, "margin must be a decimal"),
+        ({"margin": -1.0, "certified": True}, "margin must be a decimal"),
+        ({"guard": "rm -rf"}, "name of a kind"),
+        ({"patch": {"height": 9, "width": 1, "count": 1}}, "patch.height"),
+        ({"source": [8]}, "source"),
+        ({"label": -1}, "label"),
+        ({"class_names": [1]}, "class_names"),
+        ({"more": 1}, "no others"),
+    ],
+    ids=str,
+)
+def test_statements_that_make_no_sense_are_invalid(stated, changes, message):
+    claim, _ = verify.read(stated[0])
+    changed = {**claim, **changes}
+    changed["digest"] = verify.digest_of(changed)
+    verdict = verify.check_bytes(verify.archive(verify.canonical(changed), verify.array_header([0])))
+    assert not verdict.valid
+    assert verdict.checked
+    assert message in verdict.reason
+
+
+def test_a_statement_cannot_carry_evidence_or_another_digest(stated):
+    claim, _ = verify.read(stated[0])
+    for document, array in (
+        (verify.canonical(claim), verify.array_header([1]) + bytes(8)),
+        (verify.canonical({**claim, "label": claim["label"] + 1}), verify.array_header([0])),
+    ):
+        verdict = verify.check_bytes(verify.archive(document, array))
+        assert verdict.checked
+        assert not verdict.valid

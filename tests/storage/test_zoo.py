@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from helpers.tiny import lively, pictures, srf_guard, thin
+from helpers.small_guards import build_thin_model, random_images, randomize_weights, srf_guard
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -36,6 +36,7 @@ from patchguard.models import build
 from patchguard.patch import Patch
 from patchguard.storage import presets, zoo
 from patchguard.storage.presets import PRESETS
+from patchguard.storage.published_models import CHECKPOINTS
 
 MASKS = Windows.sliding(grid=(1, 7), size=(1, 3), wrap=(False, True), count=2)
 DEFENSES = [
@@ -96,7 +97,7 @@ def test_a_loaded_guard_answers_like_the_saved_one(tmp_path):
     assert not again.model.training
     assert (again.preprocess, again.evidence, again.defense) == (guard.preprocess, guard.evidence, guard.defense)
     assert (again.class_names, again.model.config()) == (guard.class_names, guard.model.config())
-    images = pictures(5, 24, 31)
+    images = random_images(5, 24, 31)
     assert torch.equal(again.local_logits(images), guard.local_logits(images))
     assert again.digest == guard.digest
 
@@ -117,14 +118,15 @@ def test_the_settings_of_a_file_can_be_read_alone(path):
 
 
 def test_half_precision_takes_half_the_space_and_loads_as_float32(tmp_path):
-    guard = LocalGuard(Preprocess(), lively(build("srf", classes=3, widths=[64, 64])), Evidence(low=None), Median())
+    model = randomize_weights(build("srf", classes=3, widths=[64, 64]))
+    guard = LocalGuard(Preprocess(), model, Evidence(low=None), Median())
     whole, half = tmp_path / "whole.safetensors", tmp_path / "half.safetensors"
     zoo.save(guard, whole)
     zoo.save(guard, half, half=True)
     assert half.stat().st_size < 0.6 * whole.stat().st_size
     again = zoo.load(half)
     assert {parameter.dtype for parameter in again.model.parameters()} == {torch.float32}
-    images = pictures(2, 12)
+    images = random_images(2, 12)
     assert torch.allclose(again.local_logits(images), guard.local_logits(images), rtol=0.1, atol=0.1)
 
 
@@ -187,7 +189,7 @@ def test_every_name_has_one_line_about_it():
 
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_presets_withstand_the_patch_they_name(name, monkeypatch):
-    monkeypatch.setattr(presets, "build", lambda network, **_: thin(network))
+    monkeypatch.setattr(presets, "build", lambda network, **_: build_thin_model(network))
     guard = zoo.build(name)
     preset = PRESETS[name]
     placed = guard if preset.patch_space == "source" else guard.without_preprocess()
@@ -220,7 +222,7 @@ def test_a_preset_takes_another_patch_and_other_classes():
 
 def test_a_preset_certifies_end_to_end():
     guard = zoo.build("double_srf_cifar10", widths=[8, 8, 8])
-    assert guard.certify(pictures(2, 32), Patch(5)).margin.shape == (2,)
+    assert guard.certify(random_images(2, 32), Patch(5)).margin.shape == (2,)
 
 
 # -- bad names ---------------------------------------------------------------------------------------------------------
@@ -250,11 +252,11 @@ def elsewhere(tmp_path, monkeypatch):
     """A working directory, with a folder of models for PATCHGUARD_ZOO below it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    monkeypatch.setenv(zoo.FOLDER, str(tmp_path / "mine"))
+    monkeypatch.setenv("PATCHGUARD_ZOO", str(tmp_path / "mine"))
     return tmp_path
 
 
-EMBEDDED = zoo.CHECKPOINTS / "cifar10.safetensors"
+EMBEDDED = CHECKPOINTS / "cifar10.safetensors"
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -402,8 +404,8 @@ def test_a_save_that_fails_leaves_the_old_file(path, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(zoo, "save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr("patchguard.storage.model_file.save_file", fail)
+    with pytest.raises(InputError, match="cannot be written: disk full"):
         zoo.save(srf_guard(), path)
     assert path.read_bytes() == before
     assert [each.name for each in path.parent.iterdir()] == [path.name]

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import torch
-from helpers.stripes import folder_options, write_stripes
+from helpers.stripe_dataset import folder_options, write_stripes
 from typer.testing import CliRunner
 
 import patchguard as pg
 from patchguard import models
 from patchguard.cli import app
-from patchguard.guards.interval import IntervalGuard, covered, positions
+from patchguard.guards.interval import IntervalGuard, covered_pixels, positions
 from patchguard.patch import Patch
 from patchguard.training.augment import BatchRandom
 from patchguard.training.interval_loss import BoundedNetwork, sample_patches, worst_scores
@@ -27,7 +27,7 @@ def small() -> models.LocalModel:
 def test_what_training_minimizes_is_the_margin_that_is_certified() -> None:
     model, images = small(), torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     places = positions(Patch(3), 8, 8)
-    inside = covered(places, Patch(3), 8, 8).expand(4, *[-1] * 4)
+    inside = covered_pixels(places, Patch(3), 8, 8).expand(4, *[-1] * 4)
     with torch.no_grad():
         logits, lead = BoundedNetwork(model)(images, inside, torch.tensor(1.0))
     proof = IntervalGuard(model).certify(images, Patch(3))
@@ -38,7 +38,7 @@ def test_what_training_minimizes_is_the_margin_that_is_certified() -> None:
 
 def test_without_a_radius_the_bounds_are_the_logits_and_they_widen_with_it() -> None:
     model, images = small(), torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    inside = covered(positions(Patch(2), 8, 8)[:5], Patch(2), 8, 8).expand(4, *[-1] * 4)
+    inside = covered_pixels(positions(Patch(2), 8, 8)[:5], Patch(2), 8, 8).expand(4, *[-1] * 4)
     with torch.no_grad():
         results = [BoundedNetwork(model)(images, inside, torch.tensor(fraction)) for fraction in (0.0, 0.5, 1.0)]
     logits, lead = results[0]

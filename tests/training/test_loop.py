@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.stripes import states_equal, striped_trainer, stripes
+from helpers.stripe_dataset import states_equal, striped_trainer, stripes
 
 from patchguard.data.datasets import hold_out
 from patchguard.errors import InputError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.tiny import lively, pictures
+from helpers.small_guards import random_images, randomize_weights
 from safetensors.torch import save_file
 
 from patchguard.defenses import Undefended
@@ -14,7 +14,7 @@ from patchguard.errors import InputError
 from patchguard.geometry.preprocess import Preprocess
 from patchguard.guards.local import LocalGuard
 from patchguard.models import build
-from patchguard.models.bagnet import from_resnet50
+from patchguard.models.bagnet import convert_resnet50_state
 from patchguard.models.resnet import LocalResNet
 from patchguard.storage import zoo
 from patchguard.training.pretrained import (
@@ -37,7 +37,7 @@ WIDTH = 0.125
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(zoo.FOLDER, str(tmp_path))
+    monkeypatch.setenv("PATCHGUARD_ZOO", str(tmp_path))
     return tmp_path
 
 
@@ -50,7 +50,7 @@ def fresh(classes: int = 3, field: int = 5, widths: tuple[int, ...] = (8, 8)) ->
 
 
 def save(folder: Path, guard: LocalGuard, name: str = "trained") -> LocalGuard:
-    lively(guard.model)
+    randomize_weights(guard.model)
     zoo.save(guard, folder / f"{name}.safetensors")
     return guard
 
@@ -95,7 +95,7 @@ def test_a_bagnet_takes_the_summed_kernels_of_a_resnet50(folder: Path, classes: 
     bagnet = undefended("bagnet9", classes=classes, width=0.02)
     bagnet.model.fc.weight.data.fill_(7.0)
     init_from(bagnet.model, "residual")
-    expected = from_resnet50(residual.model.backbone.state_dict(), field=9)
+    expected = convert_resnet50_state(residual.model.backbone.state_dict(), field=9)
     for name, tensor in weights(bagnet).items():
         if name not in LAST or classes == 4:
             assert torch.equal(tensor, expected[name]), name
@@ -114,7 +114,7 @@ def test_a_teacher_answers_as_it_was_saved_and_learns_nothing(folder: Path) -> N
     teacher = load_teacher("trained", 3, CPU)
     assert not teacher.model.training
     assert not any(parameter.requires_grad for parameter in teacher.model.parameters())
-    images = pictures(3, 16)
+    images = random_images(3, 16)
     assert torch.equal(teacher.predict(images).label, trained.predict(images).label)
     torch.testing.assert_close(teacher.local_logits(images), trained.local_logits(images))
 
@@ -198,7 +198,7 @@ def test_on_an_image_of_one_color_a_bagnet_says_what_resnet_says_far_from_the_bo
     trained: LocalResNet, far_from_the_border: torch.Tensor, field: int
 ) -> None:
     bagnet = build(f"bagnet{field}", width=WIDTH).eval()
-    bagnet.load_state_dict(from_resnet50(trained.backbone.state_dict(), field=field))
+    bagnet.load_state_dict(convert_resnet50_state(trained.backbone.state_dict(), field=field))
     with torch.no_grad():
         logits = bagnet(COLOR.expand(1, 3, 64, 64))
     assert float(far_from_the_border.std()) > 0.01
@@ -208,13 +208,13 @@ def test_on_an_image_of_one_color_a_bagnet_says_what_resnet_says_far_from_the_bo
 def test_a_resnet_for_small_images_has_no_such_stem() -> None:
     small = build("resnet50", width=WIDTH, small_images=True)
     with pytest.raises(InputError, match="7 x 7"):
-        from_resnet50(small.backbone.state_dict())
+        convert_resnet50_state(small.backbone.state_dict())
 
 
 def test_a_bagnet_starts_from_a_resnet_and_draws_other_classes_anew(
     trained: LocalResNet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(zoo.FOLDER, str(tmp_path))
+    monkeypatch.setenv("PATCHGUARD_ZOO", str(tmp_path))
     teacher = imagenette_resnet50(write_weights(trained, tmp_path.with_suffix(".file")), width=WIDTH)
     zoo.save(teacher, tmp_path / "imagenette_resnet50.safetensors")
     recipe = get_recipe("imagenette_bn17").model

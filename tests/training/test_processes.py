@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.shared_step import take_a_step
-from helpers.stripes import folder_options, write_stripes
+from helpers.ddp_step import take_a_step
+from helpers.stripe_dataset import folder_options, write_stripes
 from safetensors.torch import load_file
 
 import patchguard
@@ -30,7 +30,7 @@ def start_rank(rank: int, port: int, path: Path) -> subprocess.Popen[str]:
     """Start one of two processes as torchrun would, without waiting for torchrun itself."""
     settings = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environment = ENVIRONMENT | {name: str(value) for name, value in settings.items()}
-    script = str(TESTS / "helpers" / "shared_step.py")
+    script = str(TESTS / "helpers" / "ddp_step.py")
     return subprocess.Popen([sys.executable, script, str(path)], env=environment, stderr=subprocess.PIPE, text=True)
 
 

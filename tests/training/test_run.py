@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.stripes import striped_recipe, striped_trainer, stripes, write_stripes
+from helpers.stripe_dataset import striped_recipe, striped_trainer, stripes, write_stripes
 
 from patchguard import runtime
 from patchguard.data import cifar10, datasets
@@ -160,7 +160,7 @@ def test_kernels_that_repeat_are_asked_for_before_the_run(
     striped: Splits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(runtime, "deterministic", lambda: asked.append("deterministic"))
+    monkeypatch.setattr(runtime, "use_deterministic_kernels", lambda: asked.append("deterministic"))
     monkeypatch.setattr(run, "_train", lambda *_: asked.append("train"))
     run.train(options(tmp_path))
     assert asked == ["train"]
@@ -214,11 +214,3 @@ def test_other_patches_are_measured_with_masks_fitted_to_each(
     masks = [trainer.guard.for_patch(Patch(side), 16, 16).defense.masks for side in (2, 1, 3)]
     assert measured == list(zip((Patch(2), Patch(1), Patch(3)), masks, strict=True))
     assert masks[0] not in masks[1:]
-
-
-def test_a_summary_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.write_summary(tmp_path, {"first": 1})
-    monkeypatch.setattr(Path, "write_text", lambda self, text: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        run.write_summary(tmp_path, {"second": 2})
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"first": 1}

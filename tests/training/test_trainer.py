@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.stripes import states_equal, striped_recipe, striped_trainer, stripes
+from helpers.stripe_dataset import states_equal, striped_recipe, striped_trainer, stripes
 
 from patchguard.defenses import Undefended
 from patchguard.defenses.evidence import Evidence
@@ -204,7 +204,7 @@ def test_masks_of_a_loss_can_be_given_in_cells() -> None:
 def test_a_student_starts_from_one_model_and_learns_from_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(zoo.FOLDER, str(tmp_path))
+    monkeypatch.setenv("PATCHGUARD_ZOO", str(tmp_path))
     first = striped_trainer()
     zoo.save(first.guard, tmp_path / "first.safetensors")
     network = build("resnet18", classes=3, small_images=True, width=0.125)

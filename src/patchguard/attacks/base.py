@@ -14,7 +14,7 @@ from patchguard.data.images import check_images
 from patchguard.errors import InputError, nearest
 from patchguard.guard import Prediction
 from patchguard.patch import Patch
-from patchguard.runtime import generator
+from patchguard.runtime import make_generator
 
 Places: TypeAlias = Int64[Tensor, "batch count 2"]
 Found: TypeAlias = tuple[Tensor, Tensor]
@@ -48,7 +48,7 @@ class Draws:
 
     def uniform(self, purpose: tuple[int, ...], *shape: int) -> Float[Tensor, "batch ..."]:
         """Return numbers from [0, 1), one tensor of `shape` per image."""
-        drawn = [torch.rand(shape, generator=generator(self.seed, number, *purpose)) for number in self.numbers]
+        drawn = [torch.rand(shape, generator=make_generator(self.seed, number, *purpose)) for number in self.numbers]
         return torch.stack(drawn).to(self.device)
 
     def whole(self, purpose: tuple[int, ...], below: int, *shape: int) -> Int64[Tensor, "batch ..."]:

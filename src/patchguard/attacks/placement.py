@@ -125,7 +125,7 @@ def _reaching(axis: Axis, intervals: tuple[Interval, ...], cells: int, length: i
 @lru_cache(maxsize=64)
 def touched_from(axis: Axis, length: int) -> Bool[np.ndarray, "places cells"]:
     """Return which cells `length` pixels touch, from every position along one axis; kept, as every batch asks."""
-    return axis.touched_from(length)
+    return axis.touched_cells_by_position(length)
 
 
 def owned_cells(places: Places, field: Field, patch: Patch) -> Bool[Tensor, "batch rows columns"]:

@@ -23,7 +23,7 @@ from patchguard.attacks.victim import Images, Victim, device_of
 from patchguard.data.images import check_images
 from patchguard.errors import InputError
 from patchguard.patch import Patch
-from patchguard.runtime import generator
+from patchguard.runtime import make_generator
 
 Picture = Float[Tensor, "3 rows columns"]
 BATCH = 32  # images per step of learning
@@ -78,7 +78,7 @@ def learn_patch(
     check_count("steps", steps)
     around = surroundings or Surroundings()
     device = device_of(victim, images)
-    chance = generator(seed)
+    chance = make_generator(seed)
     picture = torch.rand(3, patch.height, patch.width, generator=chance).to(device)
     velocity = torch.zeros_like(picture)
     size = part_size(victim, images[:1].to(device), half)

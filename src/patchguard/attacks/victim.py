@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from patchguard.guard import Prediction
-from patchguard.runtime import placement
+from patchguard.runtime import device_and_dtype
 
 Images = Float[Tensor, "batch 3 height width"]
 
@@ -32,4 +32,4 @@ class Victim(Protocol):
 def device_of(victim: Victim, images: Tensor) -> torch.device:
     """Return where the victim computes: the device of its `model` where it has one, else that of the images."""
     model = getattr(victim, "model", None)
-    return images.device if model is None else placement(model)[0]
+    return images.device if model is None else device_and_dtype(model)[0]

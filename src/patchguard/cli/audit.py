@@ -31,7 +31,7 @@ def audit(
     from patchguard.storage import zoo
 
     progress, output = Console(stderr=True), screen()
-    place = runtime.choose_device(device)
+    place = runtime.resolve_device(device)
     height, width = sides(size) if size else zoo.usual_size(model)
     with progress.status("building the network"):
         guard = zoo.find(model)
@@ -40,7 +40,7 @@ def audit(
         output.print(_field_table(guard, height, width))
         output.print(_windows_table(guard, height, width))
     with progress.status("changing patches"):
-        noise = torch.rand(3, height, width, generator=runtime.generator(0)).to(place)
+        noise = torch.rand(3, height, width, generator=runtime.make_generator(0)).to(place)
         result = audit_field(guard.local_logits, guard.field(height, width), image=noise, tolerance=tolerance)
     output.print(_verdict(result), soft_wrap=True)
     if not result.passed:

@@ -43,12 +43,13 @@ def _checked(file: str, against: Callable[[bytes], tuple[bool, str]] | None) -> 
     except checker.Refused as refusal:
         return checker.Verdict(valid=False, certified=False, reason=str(refusal))
     verdict = checker.check_bytes(data, checker.CONDITION if against is None else "")
-    if not verdict.valid or against is None:
+    if against is None or (verdict.checked and not verdict.valid):
         return verdict
     agrees, told = against(data)
     if not agrees:
         return checker.Verdict(valid=False, certified=False, reason=told)
-    return checker.Verdict(True, verdict.certified, f"{verdict.reason}; {told}")
+    certified = bool(checker.read(data)[0]["certified"])
+    return checker.Verdict(True, certified, f"{verdict.reason}; {told}" if verdict.checked else told)
 
 
 def _against(model: str, image: str) -> Callable[[bytes], tuple[bool, str]]:
@@ -64,6 +65,10 @@ def _against(model: str, image: str) -> Callable[[bytes], tuple[bool, str]]:
         difference = certificate_file.difference(data, guard, pixels)
         if difference is not None:
             return False, difference
+        claim = checker.read(data)[0]
+        if claim["format"] == checker.STATEMENT:
+            outcome = "is certified" if claim["certified"] else "is NOT certified"
+            return True, f"label {claim['label']} {outcome}: the model, run anew on the image, says the same"
         masks = "" if certificate_file.has_own_masks(data, guard) else " with masks fitted to this patch"
         return True, f"model{masks}, field, image and evidence agree"
 

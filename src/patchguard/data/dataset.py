@@ -8,7 +8,7 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from patchguard.errors import InputError
-from patchguard.runtime import generator
+from patchguard.runtime import make_generator
 
 # Apart from any training seed: runs with other seeds hold out the same images and stay comparable.
 SPLIT_SEED = 0
@@ -60,5 +60,5 @@ def held_out_places(total: int, count: int) -> tuple[Int64[Tensor, " learned"], 
         raise InputError(
             f"`count` of held-out images must leave some to learn from; got {count} of {total}. Hold out fewer."
         )
-    order = torch.randperm(total, generator=generator(SPLIT_SEED, total))
+    order = torch.randperm(total, generator=make_generator(SPLIT_SEED, total))
     return order[count:].sort().values, order[:count].sort().values

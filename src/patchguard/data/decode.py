@@ -23,7 +23,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from patchguard.errors import InputError
-from patchguard.runtime import quiet
+from patchguard.runtime import ignore_dependency_warnings
 
 # Checked before any pixel is decoded: a file of some kilobytes may claim to hold terabytes.
 MOST_PIXELS = 100_000_000
@@ -90,7 +90,7 @@ def _decoded(file: io.BufferedReader | io.BytesIO, name: str) -> UInt8[Tensor, "
     if not file.read(1):
         raise Unreadable(name, "is empty")
     file.seek(0)
-    with quiet():
+    with ignore_dependency_warnings():
         try:
             with Image.open(file, formats=_formats()) as image:
                 if image.width * image.height > MOST_PIXELS:

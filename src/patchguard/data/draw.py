@@ -3,7 +3,7 @@
 import numpy as np
 
 from patchguard.errors import InputError
-from patchguard.runtime import derived_seed
+from patchguard.runtime import derive_seed
 
 
 def spread(count: int, total: int, seed: int = 0) -> list[int]:
@@ -18,5 +18,5 @@ def spread(count: int, total: int, seed: int = 0) -> list[int]:
     if not 0 <= count <= total:
         raise InputError(f"`count` must be a whole number from 0 to {total}, the images there are; got {count}.")
     edges = [place * total // count for place in range(count + 1)] if count else [0]
-    draws = np.random.default_rng(derived_seed(seed, total, count)).random(count)
+    draws = np.random.default_rng(derive_seed(seed, total, count)).random(count)
     return [start + int(draw * (stop - start)) for start, stop, draw in zip(edges[:-1], edges[1:], draws, strict=True)]

@@ -20,7 +20,7 @@ from patchguard.data.decode import Unreadable
 from patchguard.data.source import Source
 from patchguard.errors import InputError
 from patchguard.geometry.preprocess import Preprocess, Resize
-from patchguard.runtime import generator
+from patchguard.runtime import make_generator
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def batches(
     if batch_size < 1:
         raise InputError(f"`batch_size` must be a whole number, 1 or more; got {batch_size}.")
     count = len(source)
-    order = torch.arange(count) if seed is None else torch.randperm(count, generator=generator(seed, epoch, count))
+    order = torch.arange(count) if seed is None else torch.randperm(count, generator=make_generator(seed, epoch, count))
     return _batches(source, targets, order, size, batch_size, _workers(workers))
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import final
 
 import numpy as np
@@ -17,13 +17,13 @@ class Axis:
     """Along one axis, cell i reads source pixels starts[i], ..., starts[i] + lengths[i] - 1.
 
     An interval that runs past the end goes on at pixel 0 (modulo `size`); a length of 0 says that the cell
-    reads nothing. `wrap` says that the cells themselves lie on a circle: the last one is a neighbour of the
+    reads nothing. `wrap` says that the cells themselves lie on a circle: the last one is a neighbor of the
     first.
 
     >>> axis = Axis(starts=(0, 8, 16), lengths=(17, 17, 17), size=33)
-    >>> axis.touched(16, 1).tolist()
+    >>> axis.touched_cells(16, 1).tolist()
     [True, True, True]
-    >>> axis.reach, axis.stride
+    >>> axis.field_size, axis.stride
     (17, 8)
     """
 
@@ -53,7 +53,7 @@ class Axis:
         return cls(starts=tuple(range(size)), lengths=(1,) * size, size=size)
 
     @classmethod
-    def hull(cls, low: Int64[np.ndarray, "cells"], high: Int64[np.ndarray, "cells"], size: int) -> "Axis":
+    def from_bounds(cls, low: Int64[np.ndarray, "cells"], high: Int64[np.ndarray, "cells"], size: int) -> "Axis":
         """Return the axis with the closed intervals low[i], ..., high[i]; high[i] < low[i] reads nothing."""
         empty = high < low
         return cls(
@@ -68,7 +68,7 @@ class Axis:
         return len(self.starts)
 
     @property
-    def reach(self) -> int:
+    def field_size(self) -> int:
         """Pixels that the cell with the longest interval reads."""
         return max(self.lengths)
 
@@ -77,9 +77,9 @@ class Axis:
         """Pixels from one cell to the next, or None where the cells are not evenly spaced.
 
         Cells that a border cuts short are left out: only those of full length must be evenly spaced
-        neighbours.
+        neighbors.
         """
-        full = np.flatnonzero(self._lengths == self.reach)
+        full = np.flatnonzero(self._lengths == self.field_size)
         steps = np.diff(self._starts[full]) % self.size
         regular = len(steps) > 0 and np.all(np.diff(full) == 1) and np.all(steps == steps[0])
         return int(steps[0]) if regular and steps[0] > 0 else None
@@ -97,7 +97,7 @@ class Axis:
     def _lengths(self) -> Int64[np.ndarray, "cells"]:
         return np.array(self.lengths, dtype=np.int64)
 
-    def touched(self, start: int, length: int) -> Bool[np.ndarray, "cells"]:
+    def touched_cells(self, start: int, length: int) -> Bool[np.ndarray, "cells"]:
         """Return, per cell, whether it reads one of the pixels start, ..., start + length - 1.
 
         These pixels must lie inside the axis: what they belong to, a patch, does not wrap around.
@@ -110,9 +110,9 @@ class Axis:
         straight = (self._starts < start + length) & (stops > start)
         return np.asarray((straight | (stops - self.size > start)) & (self._lengths > 0))
 
-    def touched_from(self, length: int) -> Bool[np.ndarray, "positions cells"]:
+    def touched_cells_by_position(self, length: int) -> Bool[np.ndarray, "positions cells"]:
         """Return the same for `length` pixels from every position inside the axis."""
-        return np.stack([self.touched(start, length) for start in range(self.size - length + 1)])
+        return np.stack([self.touched_cells(start, length) for start in range(self.size - length + 1)])
 
 
 @final
@@ -146,18 +146,18 @@ class Field:
     @property
     def size(self) -> tuple[int, int]:
         """Height and width of the largest box that a cell reads."""
-        return self.rows.reach, self.columns.reach
+        return self.rows.field_size, self.columns.field_size
 
     @property
     def stride(self) -> tuple[int | None, int | None]:
         """Pixels from one cell to the next, per axis; None where they are not evenly spaced."""
         return self.rows.stride, self.columns.stride
 
-    def touched(self, box: tuple[int, int, int, int]) -> Bool[np.ndarray, "rows columns"]:
+    def touched_cells(self, box: tuple[int, int, int, int]) -> Bool[np.ndarray, "rows columns"]:
         """Return, per cell, whether it reads a pixel of `box` = (top, left, height, width)."""
         top, left, height, width = box
-        rows = self.rows.touched(top, height)
-        columns = self.columns.touched(left, width)
+        rows = self.rows.touched_cells(top, height)
+        columns = self.columns.touched_cells(left, width)
         return np.asarray(rows[:, None] & columns[None, :])
 
 
@@ -200,3 +200,15 @@ def _hull(support: Axis, pixels: Sequence[int]) -> tuple[int, int]:
     if not read:
         return 0, -1
     return min(low for low, _ in read), max(high for _, high in read)
+
+
+@lru_cache(maxsize=4096)
+def middle_position(axis: Axis, length: int, start: int, stop: int) -> int:
+    """Return the middle one of the positions from which `length` pixels touch the cells start .. stop - 1 only."""
+    cells = np.zeros(axis.cells, dtype=bool)
+    cells[np.arange(start, stop) % axis.cells] = True
+    touched = axis.touched_cells_by_position(length)
+    inside = (touched & ~cells).sum(1) == 0
+    score = np.where(inside, (touched & cells).sum(1), -1)
+    best = np.flatnonzero(score == score.max())
+    return int(best[len(best) // 2])

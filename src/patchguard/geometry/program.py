@@ -21,7 +21,7 @@ from torch.export import Dim, ExportedProgram
 from patchguard.errors import InputError, NoFieldError
 from patchguard.geometry.field import Field
 from patchguard.geometry.trace import derive_field
-from patchguard.runtime import LARGEST_BATCH, evaluating, full_precision, placement, quiet
+from patchguard.runtime import LARGEST_BATCH, device_and_dtype, eval_mode, full_precision, ignore_dependency_warnings
 
 _EXAMPLES = 3  # images that the module and its program are compared on, in batches of one, two and three
 
@@ -40,19 +40,21 @@ class Program:
 
     def __call__(self, pixels: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch classes rows columns"]:
         """Return the local logits, computed the way that certificates are about: see `full_precision`."""
-        device, dtype = placement(self.graph)
+        device, dtype = device_and_dtype(self.graph)
         with full_precision(device):
-            local_logits: Tensor = self.graph(arrange(pixels.to(device, dtype)))
+            local_logits: Tensor = self.graph(to_fast_layout(pixels.to(device, dtype)))
         return local_logits
 
 
-def arrange(pixels: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch channels height width"]:
+def to_fast_layout(
+    pixels: Float[Tensor, "batch channels height width"],
+) -> Float[Tensor, "batch channels height width"]:
     """Put the channels last on a CPU, where convolutions are faster so."""
     return pixels.contiguous(memory_format=torch.channels_last) if pixels.device.type == "cpu" else pixels
 
 
 _programs: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], Program | NoFieldError]] = WeakKeyDictionary()
-_compared: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()
 
 
 def export_program(module: nn.Module, size: tuple[int, int], *, channels: int = 3) -> Program:
@@ -70,13 +72,13 @@ def export_program(module: nn.Module, size: tuple[int, int], *, channels: int = 
         raise InputError(f"`size` must be at least 1 x 1 pixel; got {height} x {width} with {channels} channels.")
     with torch.inference_mode(False):  # a graph cannot be exported from inference tensors
         known = _programs.setdefault(module, {})
-        key = (height, width, channels, *placement(module), _structure(module))
+        key = (height, width, channels, *device_and_dtype(module), _structure(module))
         program = known.get(key)
         if program is None:
             try:
                 exported = _export(module, (2, channels, height, width))
                 program = Program(exported.module(), derive_field(exported, module, height, width))
-                _compare(module, program, (channels, height, width))
+                _check_agreement(module, program, (channels, height, width))
             except NoFieldError as refusal:
                 program = refusal
             known[key] = program
@@ -86,18 +88,18 @@ def export_program(module: nn.Module, size: tuple[int, int], *, channels: int = 
     return program
 
 
-def check_function_of_the_image(module: nn.Module, shape: tuple[int, int, int]) -> None:
+def check_per_image_function(module: nn.Module, shape: tuple[int, int, int]) -> None:
     """Refuse a module that visibly computes more than a function of each image; `shape` is that of an image.
 
     For classifiers that a model shows parts of images and that nothing is derived from. It is a test, not a proof.
     """
     key = (shape, _structure(module))
-    if key not in _compared.setdefault(module, set()):
-        _compare(module, module, shape)
-        _compared[module].add(key)
+    if key not in _checked.setdefault(module, set()):
+        _check_agreement(module, module, shape)
+        _checked[module].add(key)
 
 
-def trace(module: nn.Module, size: tuple[int, int], *, channels: int = 3) -> Field:
+def trace_field(module: nn.Module, size: tuple[int, int], *, channels: int = 3) -> Field:
     """Return which pixels of a `size` = (height, width) image each cell of the output (B, K, U, V) can read.
 
     Theorem.  In evaluation mode and in exact arithmetic, output (b, k, u, v) of `export_program(module, size)` is a
@@ -115,19 +117,19 @@ def _structure(module: nn.Module) -> tuple[object, ...]:
     for name, part in module.named_modules():
         inner = {"training", "_parameters", "_buffers", "_modules"}
         settings = {key: value for key, value in vars(part).items() if key not in inner}
-        shown = tuple((key, _show(value)) for key, value in settings.items())
+        settings_seen = tuple((key, _fingerprint(value)) for key, value in settings.items())
         hooks = tuple(map(id, (*part._forward_pre_hooks.values(), *part._forward_hooks.values())))
-        parts.append((name, type(part), shown, hooks))
+        parts.append((name, type(part), settings_seen, hooks))
     tensors = (*module.named_parameters(), *module.named_buffers())
     return tuple(parts), tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors)
 
 
-def _show(value: object) -> object:
+def _fingerprint(value: object) -> object:
     """Return something that changes when the value does; for tensors and functions, which object it is."""
     if isinstance(value, Tensor) or callable(value):
         return id(value)
     if isinstance(value, dict):
-        return tuple((repr(key), _show(entry)) for key, entry in value.items())
+        return tuple((repr(key), _fingerprint(entry)) for key, entry in value.items())
     return repr(value)
 
 
@@ -144,8 +146,15 @@ def _share_tensors(module: nn.Module, graph: nn.Module) -> None:
 
 
 def _export(module: nn.Module, shape: tuple[int, ...]) -> ExportedProgram:
-    device, dtype = placement(module)
-    with evaluating(module), full_precision(device), torch.no_grad(), quiet(), _silent(), _restored_transforms():
+    device, dtype = device_and_dtype(module)
+    with (
+        eval_mode(module),
+        full_precision(device),
+        torch.no_grad(),
+        ignore_dependency_warnings(),
+        _suppress_logging(),
+        _restore_transforms(),
+    ):
         # torch.export calls its own deprecated parts; which ones changes with every release.
         example = torch.zeros(shape, device=device, dtype=dtype)
         # The batch is symbolic, so that a graph made for some numbers of images only is refused.
@@ -169,7 +178,7 @@ def _export(module: nn.Module, shape: tuple[int, ...]) -> ExportedProgram:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def _suppress_logging() -> Iterator[None]:
     """Keep torch from logging the errors that are reported here as one sentence."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -180,7 +189,7 @@ def _silent() -> Iterator[None]:
 
 
 @contextmanager
-def _restored_transforms() -> Iterator[None]:
+def _restore_transforms() -> Iterator[None]:
     """Leave the function transforms (`torch.func.jvp`, `vmap`) that a failed export would leave entered."""
     functorch: Any = torch._C._functorch
     depth, level = functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level
@@ -194,14 +203,14 @@ def _restored_transforms() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _compare(module: nn.Module, reference: Callable[[Tensor], Tensor], shape: tuple[int, int, int]) -> None:
+def _check_agreement(module: nn.Module, reference: Callable[[Tensor], Tensor], shape: tuple[int, int, int]) -> None:
     """Refuse a module that computes something else than `reference` for three images at once.
 
     Certificates do not rest on this: they are about the program. It tells users whose module is not what was traced.
     """
-    device, dtype = placement(module)
+    device, dtype = device_and_dtype(module)
     noise = torch.rand(_EXAMPLES, *shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    images = arrange(noise)
+    images = to_fast_layout(noise)
     calls = [
         ("for one image", images[:1]),
         ("for two images", images[:2]),
@@ -209,12 +218,12 @@ def _compare(module: nn.Module, reference: Callable[[Tensor], Tensor], shape: tu
         ("when called again", images[:1]),
         ("for another memory layout", noise[:1].contiguous()),
     ]
-    with evaluating(module), full_precision(device), quiet():
+    with eval_mode(module), full_precision(device), ignore_dependency_warnings():
         expected = reference(images)
         tolerance = torch.finfo(dtype).eps ** 0.5 * max(1.0, expected.abs().nan_to_num(posinf=0.0).max().item())
         for when, batch in calls:
             try:
-                difference = _distance(module(batch), expected[: len(batch)])
+                difference = _largest_difference(module(batch), expected[: len(batch)])
             except Exception as error:
                 raise InputError(
                     f"`module` must also run outside torch.export; {when}, it stopped with: {error}"
@@ -227,7 +236,7 @@ def _compare(module: nn.Module, reference: Callable[[Tensor], Tensor], shape: tu
                 )
 
 
-def _distance(result: object, expected: Tensor) -> float:
+def _largest_difference(result: object, expected: Tensor) -> float:
     if not isinstance(result, Tensor) or result.shape != expected.shape:
         return float("inf")
     same = (result == expected) | (result.isnan() & expected.isnan())

@@ -8,10 +8,10 @@ from patchguard.errors import InputError, nearest
 from patchguard.models.ablation import block_resnet18, ds_resnet18, ds_resnet50
 from patchguard.models.bagnet import bagnet9, bagnet17, bagnet33
 from patchguard.models.base import LocalModel
-from patchguard.models.bridge import wrap
 from patchguard.models.interval_cnn import interval_cnn
 from patchguard.models.resnet import resnet18, resnet50
 from patchguard.models.srf import srf, srf_wide
+from patchguard.models.wrapper import wrap
 
 __all__ = ["REGISTRY", "LocalModel", "build", "wrap"]
 
@@ -32,7 +32,7 @@ REGISTRY: dict[str, Callable[..., LocalModel]] = {
 
 
 def build(name: str, **settings: Any) -> LocalModel:
-    """Return a freshly initialised model of the registry, with `settings` in place of its defaults."""
+    """Return a freshly initialized model of the registry, with `settings` in place of its defaults."""
     if name not in REGISTRY:
         raise InputError(f"`model` must be a known name; got {name!r}. {nearest(name, list(REGISTRY))}")
     known = list(inspect.signature(REGISTRY[name]).parameters)

@@ -2,7 +2,7 @@
 
 After A. Levine and S. Feizi, "(De)randomized smoothing for certifiable defense against patch attacks",
 NeurIPS 2020. The backbone gets six channels: x and 1 - x inside the region, zeros outside, so that black and
-absent pixels differ. Here x is the normalised image: the public ImageNet networks were trained so, those for
+absent pixels differ. Here x is the normalized image: the public ImageNet networks were trained so, those for
 CIFAR-10 on plain pixels.
 """
 
@@ -15,10 +15,16 @@ from torch import Tensor, nn
 
 from patchguard.errors import InputError
 from patchguard.geometry.field import Axis, Field
-from patchguard.models.bands import Cost, architecture, band_cost, band_logits, memory_format
+from patchguard.models.band_logits import (
+    Cost,
+    compute_band_cost,
+    compute_band_logits,
+    describe_architecture,
+    find_memory_format,
+)
+from patchguard.models.band_plan import COPYING
 from patchguard.models.base import IMAGENET_MEAN, IMAGENET_STD, LocalModel
-from patchguard.models.resnet import ResNet, backbone
-from patchguard.models.strip import COPYING
+from patchguard.models.resnet import ResNet, build_resnet
 
 if TYPE_CHECKING:
     from patchguard.geometry.program import Program
@@ -86,7 +92,9 @@ class Ablation(LocalModel):
         assert isinstance(self.backbone, ResNet)
         columns = self.region == "column"
         starts = (self.field(height, width).columns if columns else self.field(height, width).rows).starts
-        logits = band_logits(self.backbone, _six(normalized), starts, self.band, columns=columns, chunk=self.chunk)
+        logits = compute_band_logits(
+            self.backbone, _append_complement(normalized), starts, self.band, columns=columns, chunk=self.chunk
+        )
         return logits[:, :, None] if columns else logits[..., None]
 
     def plain_logits(
@@ -95,14 +103,14 @@ class Ablation(LocalModel):
         """Return the same with one full-size forward pass of the backbone for every region."""
         height, width = normalized.shape[2:]
         starts = self._starts(height, width).to(normalized.device)
-        layout = memory_format(self.backbone)
+        layout = find_memory_format(self.backbone)
         results: list[Tensor] = []
-        for part in torch.split(_six(normalized), self.chunk):
+        for part in torch.split(_append_complement(normalized), self.chunk):
             logits: list[Tensor] = []
             for some in torch.split(starts, max(1, self.chunk // len(part))):
-                shown = self._shown(some, height, width)
+                masks = self._region_masks(some, height, width)
                 # (batch, 1, 6, H, W) and (regions, 1, H, W): not a product, which would let NaN pass.
-                inputs = torch.where(shown, part[:, None], 0.0).flatten(0, 1).contiguous(memory_format=layout)
+                inputs = torch.where(masks, part[:, None], 0.0).flatten(0, 1).contiguous(memory_format=layout)
                 logits.append(torch.unflatten(self.backbone(inputs), 0, (len(part), len(some))))
             results.append(torch.cat(logits, dim=1))
         grid = self.field(height, width).grid
@@ -124,7 +132,7 @@ class Ablation(LocalModel):
             return None
         field = self.field(height, width)
         along, across = (field.columns, height) if self.region == "column" else (field.rows, width)
-        return band_cost(architecture(self.backbone), along.size, across, along.starts, self.band)
+        return compute_band_cost(describe_architecture(self.backbone), along.size, across, along.starts, self.band)
 
     def ablate(
         self, images: Float[Tensor, "batch 3 height width"], starts: Int64[Tensor, "batch 2"]
@@ -132,8 +140,8 @@ class Ablation(LocalModel):
         """Return the backbone's input that shows, of image i, the region from (row, column) starts[i] on."""
         height, width = images.shape[2:]
         self.check_size(height, width)
-        shown = self._shown(starts.to(images.device), height, width)
-        return torch.where(shown, _six(self.normalize(images)), 0.0)
+        masks = self._region_masks(starts.to(images.device), height, width)
+        return torch.where(masks, _append_complement(self.normalize(images)), 0.0)
 
     def random_region(
         self, images: Float[Tensor, "batch 3 height width"], generator: torch.Generator | None = None
@@ -162,11 +170,11 @@ class Ablation(LocalModel):
     def program(self, height: int, width: int) -> "Program":
         """Return the model itself. Its field needs a backbone that is a function of each image: others are tested."""
         from patchguard.geometry.program import (
-            check_function_of_the_image,  # here, because torch.export is slow to import
+            check_per_image_function,  # here, because torch.export is slow to import
         )
 
         if not isinstance(self.backbone, ResNet):
-            check_function_of_the_image(self.backbone, (6, height, width))
+            check_per_image_function(self.backbone, (6, height, width))
         return super().program(height, width)
 
     def config(self) -> dict[str, Any]:
@@ -185,7 +193,7 @@ class Ablation(LocalModel):
         field = self.field(height, width)
         return torch.cartesian_prod(torch.tensor(field.rows.starts), torch.tensor(field.columns.starts))
 
-    def _shown(
+    def _region_masks(
         self, starts: Int64[Tensor, "regions 2"], height: int, width: int
     ) -> Bool[Tensor, "regions 1 height width"]:
         """Return which pixels belong to each region."""
@@ -196,7 +204,7 @@ class Ablation(LocalModel):
         return (in_rows[:, :, None] & in_columns[:, None, :])[:, None]
 
 
-def _six(normalized: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch 6 height width"]:
+def _append_complement(normalized: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch 6 height width"]:
     return torch.cat([normalized, 1 - normalized], dim=1)
 
 
@@ -231,7 +239,7 @@ def ds_resnet18(
     std: Sequence[float] = NOT_NORMALIZED[1],
 ) -> Ablation:
     """Return DS-ResNet-18: bands over a ResNet-18, by default 4 columns of images of 32 x 32 pixels."""
-    network = backbone(18, classes=classes, in_channels=6, small_images=small_images, width=width)
+    network = build_resnet(18, classes=classes, in_channels=6, small_images=small_images, width=width)
     model = Ablation(network, classes=classes, region=region, band=band, stride=stride, wrap=wrap, mean=mean, std=std)
     model.name = "ds_resnet18"
     model.architecture = {"region": region, "small_images": small_images, "width": width}
@@ -250,7 +258,7 @@ def ds_resnet50(
     std: Sequence[float] = IMAGENET_STD,
 ) -> Ablation:
     """Return DS-ResNet-50: bands over a ResNet-50, by default 25 columns; published for 299 x 299 pixels."""
-    network = backbone(50, classes=classes, in_channels=6, width=width)
+    network = build_resnet(50, classes=classes, in_channels=6, width=width)
     model = Ablation(network, classes=classes, region=region, band=band, stride=stride, wrap=wrap, mean=mean, std=std)
     model.name = "ds_resnet50"
     model.architecture = {"region": region, "width": width}
@@ -269,7 +277,7 @@ def block_resnet18(
     std: Sequence[float] = NOT_NORMALIZED[1],
 ) -> Ablation:
     """Return an ensemble of blocks over a ResNet-18: by default 8 x 8 blocks of 12 x 12 of 32 x 32 pixels."""
-    network = backbone(18, classes=classes, in_channels=6, small_images=small_images, width=width)
+    network = build_resnet(18, classes=classes, in_channels=6, small_images=small_images, width=width)
     model = Ablation(network, classes=classes, region="block", band=band, stride=stride, wrap=wrap, mean=mean, std=std)
     model.name = "block_resnet18"
     model.architecture = {"small_images": small_images, "width": width}

@@ -16,9 +16,9 @@ from patchguard.models.base import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     LocalModel,
+    apply_linear_at_cells,
     initialize,
-    linear_at_cells,
-    scaled,
+    scale_channels,
 )
 
 StrideOn = Literal["3x3", "1x1"]
@@ -38,7 +38,7 @@ class BasicBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels)
-        self.downsample = projection(inputs, channels, stride)
+        self.downsample = build_projection(inputs, channels, stride)
 
     def forward(
         self, inputs: Float[Tensor, "batch inputs height width"]
@@ -72,7 +72,7 @@ class Bottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(channels)
         self.conv3 = nn.Conv2d(channels, outputs, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(outputs)
-        self.downsample = projection(inputs, outputs, stride)
+        self.downsample = build_projection(inputs, outputs, stride)
 
     def forward(
         self, inputs: Float[Tensor, "batch inputs height width"]
@@ -85,7 +85,7 @@ class Bottleneck(nn.Module):
         return F.relu(features, inplace=True)
 
 
-def projection(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
+def build_projection(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
     """Return the 1x1 convolution that brings a residual to its new shape, or None where the shape stays."""
     if stride == 1 and inputs == outputs:
         return None
@@ -94,7 +94,7 @@ def projection(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
 
 @final
 class ResNet(nn.Module):
-    """The plain classifier: normalised images, of `in_channels` channels, to one vector of logits per image.
+    """The plain classifier: normalized images, of `in_channels` channels, to one vector of logits per image.
 
     `small_images` replaces the stem (7x7 convolution of stride 2, pooling of stride 2) by one 3x3
     convolution, as is usual for 32 x 32 pixels. `width` multiplies the channels.
@@ -114,7 +114,7 @@ class ResNet(nn.Module):
         super().__init__()
         self.classes = classes
         self.in_channels = in_channels
-        inputs = scaled(64, width)
+        inputs = scale_channels(64, width)
         if small_images:
             self.conv1 = nn.Conv2d(in_channels, inputs, 3, padding=1, bias=False)
         else:
@@ -123,7 +123,7 @@ class ResNet(nn.Module):
         self.maxpool = nn.Identity() if small_images else nn.MaxPool2d(3, stride=2, padding=1)
         stages = []
         for stage, blocks in enumerate(layers):
-            channels = scaled(64 * 2**stage, width)
+            channels = scale_channels(64 * 2**stage, width)
             stride = 1 if stage == 0 else 2
             modules = [block(inputs, channels, stride=stride, stride_on=stride_on)]
             inputs = block.expansion * channels
@@ -151,7 +151,7 @@ class ResNet(nn.Module):
         return self.logits(inputs)
 
 
-def backbone(
+def build_resnet(
     depth: int,
     *,
     classes: int = 1000,
@@ -199,13 +199,15 @@ class LocalResNet(LocalModel):
         self.architecture: dict[str, Any] = {"small_images": small_images, "width": width}
         if depth == 50:
             self.architecture["stride_on"] = stride_on
-        self.backbone = backbone(depth, classes=classes, small_images=small_images, width=width, stride_on=stride_on)
+        self.backbone = build_resnet(
+            depth, classes=classes, small_images=small_images, width=width, stride_on=stride_on
+        )
 
     def local_logits(
         self, normalized: Float[Tensor, "batch 3 height width"]
     ) -> Float[Tensor, "batch classes rows columns"]:
         """Return the class scores of every position of the last stage."""
-        return linear_at_cells(self.backbone.fc, self.backbone.features(normalized))
+        return apply_linear_at_cells(self.backbone.fc, self.backbone.features(normalized))
 
     def smallest_input(self) -> tuple[int, int]:
         """One stride of the whole network; the field is wider and reaches into the zero padding."""

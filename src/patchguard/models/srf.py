@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from patchguard.errors import InputError
-from patchguard.models.base import CIFAR10_MEAN, CIFAR10_STD, LocalModel, initialize, linear_at_cells
+from patchguard.models.base import CIFAR10_MEAN, CIFAR10_STD, LocalModel, apply_linear_at_cells, initialize
 
 WIDTHS = (128, 256, 256, 512, 512, 512)
 WIDE = (208, 416, 416, 832, 832, 832)
@@ -24,11 +24,11 @@ WIDE = (208, 416, 416, 832, 832, 832)
 class Srf(LocalModel):
     """A 3x3 stem, then one residual block for each of `widths`, then a linear layer at each cell.
 
-    Cell (u, v) reads the field x field pixels centred on (stride * u, stride * v), as far as they lie inside
+    Cell (u, v) reads the field x field pixels centered on (stride * u, stride * v), as far as they lie inside
     the image. The field is 1 + 2 n for stride 1, with n the number of 3x3 convolutions, and 1 + 2 n_1 + 4 n_2
     for stride 2, with n_1 of them up to and including the one that carries the stride and n_2 after it. n_1
     is 1 or 2, whichever makes the field come out: to halve the resolution early is cheapest. The stem is
-    always 3x3; `mixing_blocks` says which blocks get the others.
+    always 3x3; `choose_3x3_blocks` says which blocks get the others.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class Srf(LocalModel):
         self.field_size, self.stride, self.widths = field, stride, tuple(widths)
         if not self.widths or min(self.widths) < 1:
             raise InputError(f"`widths` must be one positive channel count per block; got {widths}.")
-        convolutions, strided = convolutions_for(field, stride)
+        convolutions, strided = count_convolutions(field, stride)
         inputs = (self.widths[0], *self.widths[:-1])
-        mixing = mixing_blocks(self.widths, convolutions - 1)
+        mixing = choose_3x3_blocks(self.widths, convolutions - 1)
         stride_at = None if stride == 1 or strided == 0 else mixing[strided - 1]
         self.stem = ConvNorm(3, inputs[0], kernel=3, stride=stride if strided == 0 else 1)
         self.blocks = nn.Sequential(
@@ -64,7 +64,7 @@ class Srf(LocalModel):
         self, normalized: Float[Tensor, "batch 3 height width"]
     ) -> Float[Tensor, "batch classes rows columns"]:
         """Return the class scores of every cell."""
-        return linear_at_cells(self.fc, self.blocks(F.relu(self.stem(normalized), inplace=True)))
+        return apply_linear_at_cells(self.fc, self.blocks(F.relu(self.stem(normalized), inplace=True)))
 
     def keep_every(self, step: int) -> None:
         """Compute only each `step`-th cell of every row and column, the first included, until told otherwise.
@@ -92,10 +92,10 @@ class Srf(LocalModel):
         }
 
 
-def convolutions_for(field: int, stride: int) -> tuple[int, int]:
+def count_convolutions(field: int, stride: int) -> tuple[int, int]:
     """Return how many 3x3 convolutions make up `field`, and the index of the one that carries the stride.
 
-    >>> convolutions_for(7, 1), convolutions_for(7, 2), convolutions_for(9, 2)
+    >>> count_convolutions(7, 1), count_convolutions(7, 2), count_convolutions(9, 2)
     ((3, 0), (2, 0), (3, 1))
     """
     if stride not in (1, 2):
@@ -109,13 +109,13 @@ def convolutions_for(field: int, stride: int) -> tuple[int, int]:
     return before + (steps - before) // 2, before - 1
 
 
-def mixing_blocks(widths: Sequence[int], count: int) -> list[int]:
+def choose_3x3_blocks(widths: Sequence[int], count: int) -> list[int]:
     """Return the blocks, in order, whose first convolution is 3x3.
 
     Blocks that widen come first, so that new channels go with new context, then the others; in both groups
     from the front, where a 3x3 convolution costs least.
 
-    >>> [mixing_blocks((128, 256, 256, 512, 512, 512), count) for count in (2, 4)]
+    >>> [choose_3x3_blocks((128, 256, 256, 512, 512, 512), count) for count in (2, 4)]
     [[1, 3], [0, 1, 2, 3]]
     """
     if count > len(widths):
@@ -159,7 +159,7 @@ class Block(nn.Module):
 
 @final
 class ConvNorm(nn.Module):
-    """A convolution without bias, zero-padded to keep the size, and batch normalisation.
+    """A convolution without bias, zero-padded to keep the size, and batch normalization.
 
     With frozen statistics the two are one affine map, and are computed as one convolution:
 
@@ -176,7 +176,7 @@ class ConvNorm(nn.Module):
     def forward(
         self, inputs: Float[Tensor, "batch inputs height width"], step: int = 1
     ) -> Float[Tensor, "batch outputs rows columns"]:
-        """Return the normalised features, of each `step`-th position only."""
+        """Return the normalized features, of each `step`-th position only."""
         norm, mean, variance = self.norm, self.norm.running_mean, self.norm.running_var
         stride, padding = self.conv.stride[0] * step, self.conv.padding[0]
         if self.training or mean is None or variance is None:

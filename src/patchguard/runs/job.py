@@ -23,7 +23,7 @@ from patchguard.geometry.windows import Windows
 from patchguard.guards.local import LocalGuard
 from patchguard.patch import Space
 from patchguard.runs.plan import Plan, WrittenPatch, curve_sides, make_plan
-from patchguard.storage import certificate_file, zoo
+from patchguard.storage import zoo
 
 LOOKED_AT = 8  # images that are decoded to learn a usual size
 SMALL = 100  # pixels: below this side, a default patch is given in pixels
@@ -150,8 +150,8 @@ def prepare(
 def _check_certificates(job: Job) -> None:
     if job.patch_space != "source":
         raise InputError("`--certificates` are about source images. Leave it out, or --patch-space input.")
-    if not isinstance(job.guard.defense, certificate_file.RULES) or job.top_k != 1:
-        known = ", ".join(kind.__name__ for kind in certificate_file.RULES)
+    if not job.guard.defense.checkable or job.top_k != 1:
+        known = ", ".join(name for name, kind in config.DEFENSES.items() if kind.checkable)
         raise InputError(
             f"`--certificates` needs one of {known} and --top-k 1; got {type(job.guard.defense).__name__} and "
             f"{job.top_k}. Leave it out."

@@ -99,7 +99,7 @@ def placed(job: Job, device: str, batch_size: int | None) -> tuple[torch.device,
 
 
 def _device(name: str) -> torch.device:
-    device = runtime.choose_device(name)
+    device = runtime.resolve_device(name)
     if device.type == "cuda" and device.index is None and runtime.world_size() > 1:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return device

@@ -137,7 +137,7 @@ class Plan:
         if known not in self.places:
             cells = np.zeros(axis.cells, dtype=bool)
             cells[np.arange(start, stop) % axis.cells] = True
-            touched = axis.touched_from(length)
+            touched = axis.touched_cells_by_position(length)
             inside = (touched & ~cells).sum(1) == 0
             score = np.where(inside, (touched & cells).sum(1), -1)
             best = np.flatnonzero(score == score.max())

@@ -145,7 +145,7 @@ def refute(
             return Outcome(finished, before=True) if first else None
         work = _Work(trial, Loop(trial.job, Hunt(settings), place, at_once, "attacked"), path)
         _make(path / "attacked")
-        with runtime.frozen(trial.job.guard.model):  # once: several threads will ask for gradients to pixels
+        with runtime.frozen_parameters(trial.job.guard.model):  # once: several threads will ask for gradients to pixels
             work.loop.go_on(folder, work.answered, progress)
         barrier()
         return Outcome(_finish(folder, settings, work), before=False) if first else None
@@ -163,7 +163,7 @@ def _stamp(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
         "kind": "attack",
         "model_file": job.model_file,
         "settings": {**settings, "shards": runtime.world_size()},
-        "environment": runtime.environment(),
+        "environment": runtime.describe_environment(),
         "version": __version__,
     }
 
@@ -331,7 +331,7 @@ class _Work:
                 "record": record,
                 "labels_alone": [int(each.label) for each in alone],  # of the two files, each in a batch of its own
                 "settings": self.trial.settings(),
-                "environment": runtime.environment(),
+                "environment": runtime.describe_environment(),
                 "repeat": self.trial.repeating(record["index"]),
                 "see": self.trial.seeing(f"{name}-attacked.png") if task.masks == "own" else None,
             },

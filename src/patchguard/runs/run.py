@@ -16,6 +16,8 @@ from torch import Tensor
 from patchguard import __version__, runtime
 from patchguard.data.decode import Unreadable
 from patchguard.errors import InputError
+from patchguard.guard import Examination
+from patchguard.guard import Task as AnyTask
 from patchguard.runs import gallery
 from patchguard.runs.batches import Batch, Failure, ahead, blocks_of, grouped
 from patchguard.runs.certificate_folder import CertificateFolder, certificate_name
@@ -90,7 +92,7 @@ def _stamp(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
         "model_file": job.model_file,
         "settings": {**settings, "shards": runtime.world_size()},
         "patches": patches,
-        "environment": runtime.environment(),
+        "environment": runtime.describe_environment(),
         "version": __version__,
     }
 
@@ -174,13 +176,14 @@ class _Work:
         """Write the files before the records: a record says that its files are there, and their digests."""
         target = CertificateFolder(self.job.certificates or Path())
         for task in plan.tasks:
-            make = partial(Packer, task.guard, task.patch, *plan.size)
+            make = partial(Packer, AnyTask(task.patch, task.guard, "own"), *plan.size)
             with self.loop.making:
                 packer = kept(self.packers, (plan.size, task.written.key), make)
             proof = proofs.certificate(task.guard.defense, task.windows)
             for number, row in enumerate(rows):
                 if self.loop.done[batch.places[row]]:
                     continue  # its files are there, and checked
-                data = packer.pack(proofs.evidence, proof, number, image_digest(batch.images[row]))
+                found = Examination(rows=tuple(rows), certificates=(proof,), details=proofs.evidence)
+                data = packer.pack(found, 0, number, image_digest(batch.images[row]))
                 digest = target.write(certificate_name(batch.places[row], task.written.key), data)
                 answers[number]["patches"][task.written.key]["certificate"] = digest

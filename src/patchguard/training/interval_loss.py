@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from patchguard.guards.interval import bounds, covered, leads, positions
+from patchguard.guards.interval import bound_leads, bound_network, covered_pixels, positions
 from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.patch import Patch
 from patchguard.training.augment import BatchRandom
@@ -43,9 +43,9 @@ class BoundedNetwork(nn.Module):
         gray = (black + white).expand_as(clean) / 2
         center = torch.where(inside, torch.lerp(clean, gray, fraction), clean).flatten(0, 1)
         radius = torch.where(inside, fraction * (white - black) / 2, 0.0).flatten(0, 1)
-        center, radius = bounds(model, center, radius, product=convolve, charge=charge_nothing)
+        center, radius = bound_network(model, center, radius, product=convolve, charge=charge_nothing)
         with torch.autocast(pixels.device.type, enabled=False):
-            lead = leads(model.fc, center.float(), radius.float(), charge=charge_nothing)
+            lead = bound_leads(model.fc, center.float(), radius.float(), charge=charge_nothing)
         return logits, lead.view(*inside.shape[:2], *lead.shape[1:])
 
 
@@ -65,7 +65,7 @@ def sample_patches(
     """Return which pixels `count` patches per image cover, each by itself at a random position."""
     places = positions(patch, size[0], size[1], random.generator.device)
     sampled = places[random.integers(len(places), count)]  # batch, count, 2
-    return covered(sampled.flatten(0, 1), patch, *size).view(*sampled.shape[:2], 1, *size)
+    return covered_pixels(sampled.flatten(0, 1), patch, *size).view(*sampled.shape[:2], 1, *size)
 
 
 def worst_scores(

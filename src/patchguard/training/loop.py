@@ -106,7 +106,7 @@ def run(
     start, planned = resume(trainer, out)
     if planned is None:
         planned = plan_epochs(trainer, held_out, budget) if epochs is None else epochs
-        planned = int(runtime.from_first(planned, trainer.device))
+        planned = int(runtime.broadcast_from_first(planned, trainer.device))
     first = runtime.rank() == 0
     every = max(1, planned // EVALUATIONS)
     saved = time.monotonic()
@@ -145,7 +145,7 @@ def run(
                 curve.write(out, trainer.recipe.name)
                 saved = time.monotonic()
         # Clocks differ: all processes stop when the first one does.
-        if runtime.from_first(late, trainer.device) and number + 1 < planned:
+        if runtime.broadcast_from_first(late, trainer.device) and number + 1 < planned:
             return False
     return True
 

@@ -23,7 +23,7 @@ from patchguard.models.ablation import Ablation
 from patchguard.models.bagnet import BagNet
 from patchguard.models.base import LocalModel
 from patchguard.models.srf import Srf
-from patchguard.runtime import derived_seed
+from patchguard.runtime import derive_seed
 from patchguard.training import losses
 from patchguard.training.augment import BatchRandom, crop_quarter
 from patchguard.training.curriculum import Stage, plan_stages
@@ -154,7 +154,7 @@ class CellObjective(Objective):
         recipe, stage = self.recipe, batch.stage
         pixels = self.preprocess(batch.images)
         if stage.subsampled and isinstance(self.model, BagNet):
-            pixels = crop_quarter(pixels, derived_seed(recipe.seed, QUARTER, batch.step))
+            pixels = crop_quarter(pixels, derive_seed(recipe.seed, QUARTER, batch.step))
         local_logits = self._local_logits(forward, pixels, batch.random).float()
         plain = stage.mask_step is None
         with torch.autocast(self.device.type, enabled=False):

@@ -27,7 +27,7 @@ from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
 from patchguard.geometry.preprocess import Preprocess
 from patchguard.guards.local import LocalGuard
-from patchguard.models.bagnet import BagNet, from_resnet50
+from patchguard.models.bagnet import BagNet, convert_resnet50_state
 from patchguard.models.base import LocalModel
 from patchguard.models.resnet import LocalResNet, StrideOn
 from patchguard.storage import zoo
@@ -51,7 +51,7 @@ def init_from(model: LocalModel, name: str) -> None:
     trained = zoo.load(name).model
     tensors: dict[str, Tensor] = dict(trained.state_dict())
     if isinstance(model, BagNet) and isinstance(trained, LocalResNet) and trained.name == "resnet50":
-        tensors = from_resnet50(trained.backbone.state_dict(), field=model.field_size)
+        tensors = convert_resnet50_state(trained.backbone.state_dict(), field=model.field_size)
     expected = model.state_dict()
     if trained.classes != model.classes:
         tensors |= {key: expected[key] for key in LAST_LAYER if key in expected}

@@ -9,7 +9,6 @@ torchrun:
     torchrun --nproc-per-node 2 -m patchguard train --recipe tiny --data data --out runs/tiny
 """
 
-import json
 import logging
 import math
 import time
@@ -31,7 +30,7 @@ from patchguard.errors import InputError
 from patchguard.guard import Guard
 from patchguard.patch import Patch
 from patchguard.storage import zoo
-from patchguard.storage.atomic import replace_file
+from patchguard.storage.atomic import write_json
 from patchguard.training import checkpoint, loop
 from patchguard.training.evaluate import Accuracy, evaluate
 from patchguard.training.loaders import fits_in_memory
@@ -111,8 +110,8 @@ def train(
     Of several processes, only the first one returns a summary.
     """
     if options.deterministic:
-        runtime.deterministic()
-    with runtime.process_group(runtime.choose_device(options.device)) as device:
+        runtime.use_deterministic_kernels()
+    with runtime.process_group(runtime.resolve_device(options.device)) as device:
         return _train(options, device, on_epoch, on_step, should_stop)
 
 
@@ -150,7 +149,7 @@ def _train(
     recipe = trainer.recipe = recipe.override({"schedule.epochs": checkpoint.read_log(options.out)[-1]["epochs"]})
     summary = {
         "recipe": recipe.to_json(),
-        "environment": runtime.environment(),
+        "environment": runtime.describe_environment(),
         "device": str(device),
         "processes": runtime.world_size(),
         "parameters": parameters,
@@ -201,7 +200,7 @@ def save_and_measure(
     guard.prepare(*trainer.size)  # traces the network while it is on the CPU
     guard.model.to(device=trainer.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     summary["digest"] = zoo.inspect(path)["digest"]
-    write_summary(out, summary)
+    write_json(out / "summary.json", summary)
     for name, data in (("held_out", held_out), ("test", None if test is None else loop.move_to_device(test, trainer))):
         if data is None or len(data) == 0:
             continue
@@ -209,7 +208,7 @@ def save_and_measure(
         for accuracy in measure(guard, recipe, data):
             logger.info("%s: %s", name, accuracy)
             summary[name].append(accuracy.to_json())
-            write_summary(out, summary)
+            write_json(out / "summary.json", summary)
 
 
 def choose_weights(trainer: Trainer, held_out: Dataset, best: dict[str, Tensor] | None) -> dict[str, Any]:
@@ -236,12 +235,6 @@ def measure(guard: Guard, recipe: Recipe, data: Dataset) -> Iterator[Accuracy]:
     yield evaluate(guard, data, recipe.patch)
     for side in recipe.evaluation.other_patches:
         yield evaluate(guard.for_patch(Patch(side), *data.size), data, Patch(side))
-
-
-def write_summary(out: Path, summary: dict[str, Any]) -> None:
-    """Write `summary.json`, complete or not at all."""
-    with replace_file(out / "summary.json") as draft:
-        draft.write_text(json.dumps(summary, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from patchguard import runtime
 from patchguard.data.datasets import Dataset
 from patchguard.data.source import Source
 from patchguard.errors import InputError
-from patchguard.runtime import derived_seed
+from patchguard.runtime import derive_seed
 from patchguard.training.augment import BatchRandom, augment, color_jitter, mixup, random_resized_crop
 from patchguard.training.curriculum import Stage, learning_rate, plan_stages, stage_at
 from patchguard.training.loaders import make_loader
@@ -57,7 +57,7 @@ class Trainer:
         self.part = slice_of_batch(self.batch_size)
         self.objective = objective_for(recipe, self.size, device)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derived_seed(recipe.seed, _INIT))
+            torch.manual_seed(derive_seed(recipe.seed, _INIT))
             self.guard: TrainableGuard = self.objective.build_guard(data.class_names)
         if recipe.model.init_from is not None:
             init_from(self.guard.model, recipe.model.init_from)
@@ -201,7 +201,7 @@ class Trainer:
         return torch.optim.SGD(groups, lr=lr, momentum=settings.momentum, nesterov=nesterov, fused=fused)
 
     def _generator(self, purpose: int, number: int) -> torch.Generator:
-        seed = derived_seed(self.recipe.seed, purpose, number)
+        seed = derive_seed(self.recipe.seed, purpose, number)
         return torch.Generator(self.device).manual_seed(seed)
 
     # -- speed ---------------------------------------------------------------------------------------------------------

@@ -6,12 +6,12 @@ from itertools import product
 
 import pytest
 import torch
-from helpers.walking import Layer, check, layout_of, refusal
+from helpers.field_rules import Layer, check_field, derive_layout, refusal_reason
 from torch import nn
 from torch.nn import functional
 
 from patchguard.errors import InputError
-from patchguard.geometry.rules.sliding import meets_input, sliding
+from patchguard.geometry.rules.neighborhood import any_window_meets_input, window_taps
 from patchguard.models import wrap
 
 ONLY_PADDING = "has only windows that lie wholly in the padding"
@@ -25,9 +25,9 @@ def test_a_convolution_that_reads_only_padding_is_refused() -> None:
 
 
 def test_rows_and_single_axes_are_held_to_the_same() -> None:
-    assert ONLY_PADDING in refusal(nn.Conv2d(3, 2, 1, stride=(2, 1), padding=(1, 0)), (1, 5))
+    assert ONLY_PADDING in refusal_reason(nn.Conv2d(3, 2, 1, stride=(2, 1), padding=(1, 0)), (1, 5))
     flat = nn.Conv1d(3, 2, 1, stride=2, padding=1)
-    assert ONLY_PADDING in refusal(Layer(lambda x, f: f(x.permute(0, 2, 1, 3).flatten(0, 1)), flat), (4, 1))
+    assert ONLY_PADDING in refusal_reason(Layer(lambda x, f: f(x.permute(0, 2, 1, 3).flatten(0, 1)), flat), (4, 1))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_rows_and_single_axes_are_held_to_the_same() -> None:
 )
 def test_small_images_may_meet_large_kernels(layer: nn.Module, size: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    check(layer, size, exact=True)
+    check_field(layer, size, exact=True)
 
 
 def test_whether_a_window_meets_the_input_agrees_with_all_its_taps() -> None:
@@ -50,9 +50,9 @@ def test_whether_a_window_meets_the_input_agrees_with_all_its_taps() -> None:
     for count, kernel, stride, padding, dilation in product((1, 2, 5), (1, 2, 3), (1, 2, 3), range(5), (1, 2, 3)):
         size = (count + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
         if size > 0:
-            taps = sliding(size, kernel, stride, padding, dilation)
+            taps = window_taps(size, kernel, stride, padding, dilation)
             answers.append(bool(((taps >= 0) & (taps < count)).any()))
-            assert meets_input(count, size, kernel, stride, padding, dilation) == answers[-1]
+            assert any_window_meets_input(count, size, kernel, stride, padding, dilation) == answers[-1]
     assert 10 < answers.count(False) < answers.count(True)
 
 
@@ -61,9 +61,8 @@ MANY = """
 import random
 import torch
 from torch import nn
-from patchguard.geometry.rules.call import Call, Constant
-from patchguard.geometry.rules.layout import Layout, Refused, channels, images, pixels
-from patchguard.geometry.rules.sliding import convolution
+from patchguard.geometry.rules.layout import Call, Constant, Layout, RuleError
+from patchguard.geometry.rules.neighborhood import convolve
 
 chance = random.Random(0)
 accepted = refused = 0
@@ -78,12 +77,12 @@ with torch.no_grad():
         shape = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in axes]
         if min(shape) < 1:
             continue
-        image = Layout((images(7), channels(inside), pixels("row", size[0]), pixels("column", size[1])))
+        image = Layout.of_images(7, inside, size[0], size[1])
         names = {"input": image, "weight": Constant(tuple(layer.weight.shape)), "stride": list(stride)}
         names |= {"padding": list(padding), "dilation": list(dilation)}
         try:
-            convolution(Call("conv2d", names, ((7, outside, *shape),)))
-        except Refused:
+            convolve(Call("conv2d", names, ((7, outside, *shape),)))
+        except RuleError:
             refused += 1
             continue
         accepted += 1
@@ -103,16 +102,16 @@ def test_every_convolution_that_is_not_refused_runs_with_its_channels_last() -> 
 
 def test_a_kernel_from_the_image_is_refused() -> None:
     message = "takes weights or settings that depend on the image"
-    assert refusal(Layer(lambda x: functional.conv2d(x, x)), (4, 5)) == message
-    assert refusal(Layer(lambda x: functional.conv2d(torch.ones(2, 3, 9, 9), x)), (4, 5)) == message
+    assert refusal_reason(Layer(lambda x: functional.conv2d(x, x)), (4, 5)) == message
+    assert refusal_reason(Layer(lambda x: functional.conv2d(torch.ones(2, 3, 9, 9), x)), (4, 5)) == message
 
 
 def test_a_kernel_over_images_or_merged_positions_is_refused() -> None:
     layer = nn.Conv2d(3, 3, 1)
-    assert "images of the batch" in refusal(Layer(lambda x, f: f(x.permute(2, 1, 0, 3)), layer), (4, 5))
-    assert "images of the batch" in refusal(Layer(lambda x, f: f(x.permute(3, 1, 2, 0)), layer), (4, 5))
+    assert "images of the batch" in refusal_reason(Layer(lambda x, f: f(x.permute(2, 1, 0, 3)), layer), (4, 5))
+    assert "images of the batch" in refusal_reason(Layer(lambda x, f: f(x.permute(3, 1, 2, 0)), layer), (4, 5))
     rows = nn.Conv2d(4, 4, 1)
-    assert "mixes rows" in refusal(Layer(lambda x, f: f(x.transpose(1, 2)), rows), (4, 5))
+    assert "mixes rows" in refusal_reason(Layer(lambda x, f: f(x.transpose(1, 2)), rows), (4, 5))
 
 
 def test_a_convolution_along_one_axis_reads_rows_or_columns() -> None:
@@ -124,5 +123,5 @@ def test_a_convolution_along_one_axis_reads_rows_or_columns() -> None:
         return lines.view(batch, rows, *lines.shape[1:]).permute(0, 2, 1, 3)
 
     network = Layer(along_columns, nn.Conv1d(3, 2, 3, stride=2, padding=1, dilation=2))
-    check(network, (4, 9), exact=True)
-    assert layout_of(network, (4, 9)).shape[2:] == (4, 4)
+    check_field(network, (4, 9), exact=True)
+    assert derive_layout(network, (4, 9)).shape[2:] == (4, 4)

@@ -4,11 +4,11 @@ import random
 from collections.abc import Callable
 
 import torch
-from helpers.walking import Layer, boxes, check_rows, moves
+from helpers.field_rules import Layer, allowed_pixels, check_batch_rows, observed_pixels
 from torch import Tensor, nn
 from torch.nn import functional
 
-from patchguard.geometry.rules.layout import Refused
+from patchguard.geometry.rules.layout import RuleError
 
 SIZE = (9, 8)
 Step = Callable[[Tensor], Tensor]
@@ -110,14 +110,14 @@ def test_no_cell_of_a_random_network_moves_with_what_the_rules_leave_out() -> No
         with torch.no_grad():
             network = random_network(seed)
         try:
-            may = boxes(network, SIZE)
-        except Refused:
+            may = allowed_pixels(network, SIZE)
+        except RuleError:
             outcomes.append("refused")
             continue
         for layout in (torch.contiguous_format, torch.channels_last):
-            for allowed, moved in zip(may, moves(network, SIZE, layout), strict=True):
+            for allowed, moved in zip(may, observed_pixels(network, SIZE, layout), strict=True):
                 assert not (moved & ~allowed).any(), seed
-        check_rows(network, SIZE)
+        check_batch_rows(network, SIZE)
         outcomes.append("whole" if all(allowed.all() for allowed in may) else "local")
     assert outcomes.count("local") > 10
     assert outcomes.count("refused") > 1

@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers.walking import Layer, check, layout_of
+from helpers.field_rules import Layer, check_field, derive_layout
 from torch import nn
 from torch.nn import functional
 
@@ -14,9 +14,8 @@ from patchguard.defenses import ClippedSum
 from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
 from patchguard.geometry.preprocess import Preprocess
-from patchguard.geometry.rules.call import Call
-from patchguard.geometry.rules.layout import Layout, channels, images, pixels
-from patchguard.geometry.rules.sliding import upsampling
+from patchguard.geometry.rules.layout import Call, Layout
+from patchguard.geometry.rules.neighborhood import upsample
 from patchguard.guards.local import LocalGuard
 from patchguard.models import wrap
 from patchguard.patch import Patch
@@ -45,9 +44,9 @@ Axis = tuple[int, int, float | None]  # rows of the input, rows of the result, t
 def rule_reads(mode: str, corners: bool | None, *axes: Axis) -> list[np.ndarray]:
     """The same by the rule, for rows and columns of one call; a single axis stands for both."""
     (height, rows, tall), (width, columns, wide) = axes if len(axes) == 2 else axes * 2
-    image = Layout((images(5), channels(3), pixels("row", height), pixels("column", width)))
+    image = Layout.of_images(5, 3, height, width)
     arguments = {"input": image, "align_corners": corners, "scales_h": tall, "scales_w": wide}
-    *_, (row,), (column,) = upsampling(Call(OPERATIONS[mode], arguments, ((5, 3, rows, columns),))).dimensions
+    *_, (row,), (column,) = upsample(Call(OPERATIONS[mode], arguments, ((5, 3, rows, columns),))).dimensions
     both = zip((row, column), (np.arange(height), np.arange(width)), strict=True)
     return [(factor.low[:, None] <= pixel) & (pixel <= factor.high[:, None]) for factor, pixel in both]
 
@@ -141,7 +140,7 @@ def test_both_axes_of_an_upsampling_layer_have_their_own_factor(mode: str, corne
         wide = functional.interpolate(x, scale_factor=(2.05, 1.3), mode=mode, align_corners=corners)
         return head(functional.interpolate(wide, (9, 20), mode=mode, align_corners=corners))
 
-    check(Layer(enlarge, nn.Conv2d(3, 2, 1)), (7, 9))
+    check_field(Layer(enlarge, nn.Conv2d(3, 2, 1)), (7, 9))
 
 
 def test_the_explicit_overload_carries_its_factors_too() -> None:
@@ -149,8 +148,8 @@ def test_the_explicit_overload_carries_its_factors_too() -> None:
         return torch.ops.aten.upsample_nearest2d.default(x, [14, 27], 2.0, 3.0)
 
     network = Layer(enlarge)
-    check(network, (7, 9), exact=False)
-    _, _, (rows,), (columns,) = layout_of(network, (7, 9)).dimensions
+    check_field(network, (7, 9), exact=False)
+    _, _, (rows,), (columns,) = derive_layout(network, (7, 9)).dimensions
     assert rows.low.tolist() == np.repeat(np.arange(7), 2).tolist()
     assert (columns.high - columns.low).max() <= 1
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, final
 
 import torch
 from jaxtyping import Bool, Float, Float64, Int64, UInt8
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchguard.errors import InputError
 from patchguard.patch import Patch
@@ -216,6 +216,7 @@ class Guard(ABC):
     call them; a guard that computes several answers in one pass overrides `examine`.
     """
 
+    model: nn.Module  # the network, where there is one: for model files
     kind: ClassVar[str] = ""  # the name of this kind in run.json and certificate files; "" takes the class name
 
     @property
@@ -421,6 +422,10 @@ class Guard(ABC):
                 f"{type(self).__name__}. Leave them out."
             )
         return self
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what makes the answers, besides the network's tensors, as JSON values: what a model file holds."""
+        raise InputError(f"{type(self).__name__} cannot be saved to a model file.")
 
     def to(self, device: torch.device | str) -> "Guard":
         """Move the network to a device; answers come back on the device of the images."""

@@ -40,7 +40,7 @@ class Patch:
         >>> Patch.of_area(0.02, height=224, width=224)
         Patch(height=32, width=32, count=1)
         """
-        # The decimal the user wrote, not its binary neighbour: 0.04 of 100 x 100 is 20 x 20, not 21 x 21.
+        # The decimal the user wrote, not its binary neighbor: 0.04 of 100 x 100 is 20 x 20, not 21 x 21.
         share = area if isinstance(area, Fraction) else Fraction(repr(float(area)))
         if not 0 < share <= 1:
             raise InputError(

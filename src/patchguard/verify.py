@@ -147,9 +147,9 @@ def _prove(claim: dict[str, Any], layers: Integers, condition: str) -> str:
     """Recompute everything that the file claims; return the claim in words."""
     values, lower, upper, windows, rule, patch = admit(claim, layers)
     label = _whole(claim["label"], "label", 0, len(values) - 1)
-    found = rule.label(values)
-    if found != label:
-        raise Refused(f"it claims label {label}, but the rule gives {found} for its evidence")
+    answer = rule.label(values)
+    if answer != label:
+        raise Refused(f"it claims label {label}, but the rule gives {answer} for its evidence")
     per_window, closest = rule.margins(label, lower, upper, windows)
     _check_margin(claim, per_window, closest, claim["units"]["scale"] * rule.multiple)
     outcome = "is certified against" if claim["certified"] else "is NOT certified against"
@@ -232,9 +232,9 @@ class Boxes:
 
     def outside(self, number: int, maps: Integers) -> Integers:
         """The maps (maps, rows, columns) with 0 in box `number`."""
-        kept = maps.copy()
-        kept[:, self.rows(number)[:, None], self.columns(number)[None, :]] = 0
-        return kept
+        rest = maps.copy()
+        rest[:, self.rows(number)[:, None], self.columns(number)[None, :]] = 0
+        return rest
 
     @cached_property
     def ends(self) -> tuple[Integers, Integers, Integers, Integers]:
@@ -262,11 +262,11 @@ class Boxes:
         np.cumsum(before[:, 1:, 1:], axis=2, out=before[:, 1:, 1:])
         at, flat = width + 1, before.reshape(count, -1)
         top, bottom, left, right = self.ends
-        found: Integers = flat.take(bottom * at + right, axis=1)
-        found -= flat.take(top * at + right, axis=1)
-        found -= flat.take(bottom * at + left, axis=1)
-        found += flat.take(top * at + left, axis=1)
-        return found
+        totals: Integers = flat.take(bottom * at + right, axis=1)
+        totals -= flat.take(top * at + right, axis=1)
+        totals -= flat.take(bottom * at + left, axis=1)
+        totals += flat.take(top * at + left, axis=1)
+        return totals
 
     @property
     def _entries(self) -> int:
@@ -310,27 +310,27 @@ def _check_windows(claim: dict[str, Any], windows: Boxes) -> str:
     field = _entries(claim["field"], "field", {"rows", "columns"})
     height, width = (_whole(size, "source", 1, LARGEST_AXIS) for size in _sequence(claim["source"], "source", 2, 2))
     side = _whole(patch["height"], "patch.height", 1, height), _whole(patch["width"], "patch.width", 1, width)
-    rows = _touched(field["rows"], "field.rows", windows.grid[0], height, side[0])
-    columns = _touched(field["columns"], "field.columns", windows.grid[1], width, side[1])
+    rows = _find_touched(field["rows"], "field.rows", windows.grid[0], height, side[0])
+    columns = _find_touched(field["columns"], "field.columns", windows.grid[1], width, side[1])
     both, number = len(rows) * len(columns), len(windows.places)
     if (len(rows) + len(columns)) * CALL + both * number > LARGEST_WORK or len(columns) * number > LARGEST_TABLE:
         raise Refused(f"it would take too long to compare {number} windows with {both} positions of the patch")
     top, bottom, left, right = windows.ends
-    wide = np.array([_held(touched, left, right) for touched in columns])  # [position, window]
+    wide = np.array([_holds(touched, left, right) for touched in columns])  # [position, window]
     for touched in rows:
-        if not (_held(touched, top, bottom) & wide).any(axis=1).all():
+        if not (_holds(touched, top, bottom) & wide).any(axis=1).all():
             raise Refused("there is a position of the patch where it touches cells that no window holds together")
     return f"{side[0]} x {side[1]}"
 
 
-def _held(touched: Truths, starts: Integers, stops: Integers) -> Truths:
+def _holds(touched: Truths, starts: Integers, stops: Integers) -> Truths:
     """Which of the intervals hold all touched cells of one axis; past its end, they go on at cell 0."""
     before = np.concatenate([[0], np.tile(touched, 2).cumsum()])
-    found: Truths = before[stops] - before[starts] == touched.sum()
-    return found
+    inside: Truths = before[stops] - before[starts] == touched.sum()
+    return inside
 
 
-def _touched(value: object, name: str, cells: int, size: int, length: int) -> list[Truths]:
+def _find_touched(value: object, name: str, cells: int, size: int, length: int) -> list[Truths]:
     """Which cells of one axis `length` pixels touch, at every position; equal answers once."""
     if size * cells > LARGEST_FIELD:
         raise Refused(f"`{name}` has too many cells and pixels to check")
@@ -534,8 +534,8 @@ class DoubleMasking:
     def _outside_both(self, mask: int, maps: Integers) -> Integers:
         """The sum of each map outside `mask` and each second mask: (maps, masks)."""
         kept = self.masks.outside(mask, maps)
-        found: Integers = _sums(kept)[:, None] - self.masks.sums(kept)
-        return found
+        outside_masks: Integers = _sums(kept)[:, None] - self.masks.sums(kept)
+        return outside_masks
 
 
 @final
@@ -621,7 +621,7 @@ def _smallest(rows: Iterable[Integers], label: int) -> tuple[list[int], set[int]
 def read(data: bytes) -> tuple[dict[str, Any], Integers]:
     """Return the claim and its evidence; raise `Refused` unless every byte is as the format prescribes."""
     document, array = _members(data)
-    claim = _parsed(document)
+    claim = _parse(document)
     stated = isinstance(claim, dict) and type(claim.get("format")) is int and claim["format"] == STATEMENT
     _entries(claim, "certificate", STATED if stated else ENTRIES)
     if not stated and (type(claim["format"]) is not int or claim["format"] != FORMAT):
@@ -719,7 +719,7 @@ def _members(data: bytes) -> tuple[bytes, bytes]:
     return members[0], members[1]
 
 
-def _parsed(document: bytes) -> Any:
+def _parse(document: bytes) -> Any:
     try:
         claim = json.loads(document.decode("ascii"))
         same = canonical(claim) == document  # duplicate keys, NaN, spaces and other spellings do not survive this

@@ -158,10 +158,10 @@ def test_lemma_1_gives_the_evidence_outside_the_window() -> None:
     masks = Windows.sliding(grid=(5, 5), size=(2, 2))
     evidence = Evidence(bits=0)(torch.randint(0, 9, (8, 3, 5, 5)).double())
     defense = RobustMasking(masks=masks)
-    plain = defense._defended(evidence.upper, evidence, masks)
+    plain = defense._bound_masked(evidence.upper, evidence, masks)
     # The same windows given as boxes take the general path D_k instead of the shortcut.
     listed = Windows.from_boxes(masks.boxes[::-1], grid=(5, 5))
-    general = defense._defended(evidence.upper, evidence, listed).flip(-1)
+    general = defense._bound_masked(evidence.upper, evidence, listed).flip(-1)
     assert torch.equal(plain, general)
 
 
@@ -169,7 +169,7 @@ def test_lemma_2_gives_the_best_covering_mask() -> None:
     windows = Windows.sliding(grid=(5, 5), size=(2, 2))
     masks = Windows.sliding(grid=(5, 5), size=(3, 3))
     evidence = Evidence(bits=0)(torch.randint(0, 9, (4, 2, 5, 5)).double())
-    found = RobustMasking(masks=masks)._defended(evidence.upper, evidence, windows)
+    found = RobustMasking(masks=masks)._bound_masked(evidence.upper, evidence, windows)
     u = evidence.upper.flatten(2).numpy()
     for j, w in enumerate(windows.cells):
         covering = masks.cells[(masks.cells | ~w).all(1)]

@@ -108,7 +108,7 @@ def test_no_contents_on_any_position_change_a_certified_label(patch: Patch) -> N
 
 
 MUTANTS = {
-    "centre and radius swapped": (IntervalGuard, "_range", lambda right: lambda self: swapped(right(self))),
+    "center and radius swapped": (IntervalGuard, "_range", lambda right: lambda self: swapped(right(self))),
     "|W| forgotten": (interval, "absolute", lambda right: lambda weight: weight),
     "radius forgotten": (interval, "affine", lambda right: lambda *a: (right(*a)[0], 0 * right(*a)[1])),
     "only the upper end": (interval, "rectified", lambda right: lambda c, r: (F.relu(c + r), 0 * r)),
@@ -177,8 +177,8 @@ def test_a_margin_is_exact_where_no_bound_is_loose() -> None:
 
 
 def exact_activations(guard: IntervalGuard, image: Tensor) -> list[Fraction]:
-    """The logits in fractions, of the weights as they are stored and of pixels normalised in double precision."""
-    maps = [[[Fraction(float(v)) for v in row] for row in channel] for channel in guard._normalized(image)]
+    """The logits in fractions, of the weights as they are stored and of pixels normalized in double precision."""
+    maps = [[[Fraction(float(v)) for v in row] for row in channel] for channel in guard._normalize(image)]
     layers = [*guard.model.convolutions(), guard.model.fc]
     for layer in layers:
         maps = convolved_exactly(layer, maps)
@@ -221,28 +221,28 @@ def test_the_charge_covers_rounding_in_any_order_of_sums(precision: torch.dtype,
     """A set of one image: what sums in other orders and precisions give lies within the radius, which is all charge."""
     monkeypatch.setattr(interval, "PRECISION", precision)
     guard = guard_of(2, side=16)
-    pixels = guard._normalized(pictures(8, side=16))
-    centre, radius = interval.bounds(guard.model, pixels, torch.zeros_like(pixels))
+    pixels = guard._normalize(pictures(8, side=16))
+    center, radius = interval.bound_network(guard.model, pixels, torch.zeros_like(pixels))
     for other in (torch.float32, torch.float64) if precision == torch.float32 else (torch.float64,):
         features = pixels.to(other)
         for layer in guard.model.convolutions():
             weight, bias = layer.weight.to(other), layer.bias.to(other)
             features = F.relu(F.conv2d(features, weight, bias, layer.stride, layer.padding))
-        assert (features - centre).abs().le(radius.to(torch.float64)).all()
+        assert (features - center).abs().le(radius.to(torch.float64)).all()
     assert radius.max() > 0
-    assert radius.max() < 1e4 * torch.finfo(precision).eps * centre.max()
+    assert radius.max() < 1e4 * torch.finfo(precision).eps * center.max()
 
 
 def test_without_the_charge_rounding_is_not_covered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interval, "PRECISION", torch.float32)
     guard = guard_of(2, side=16)
-    pixels = guard._normalized(pictures(8, side=16))
-    centre, radius = interval.bounds(guard.model, pixels, torch.zeros_like(pixels), charge=lambda layer: 0.0)
+    pixels = guard._normalize(pictures(8, side=16))
+    center, radius = interval.bound_network(guard.model, pixels, torch.zeros_like(pixels), charge=lambda layer: 0.0)
     features = pixels.double()
     for layer in guard.model.convolutions():
         weight, bias = layer.weight.double(), layer.bias.double()
         features = F.relu(F.conv2d(features, weight, bias, layer.stride, layer.padding))
-    assert not (features - centre).abs().le(radius).all()
+    assert not (features - center).abs().le(radius).all()
 
 
 def test_layers_too_large_for_the_proof_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,11 +276,11 @@ def test_where_the_patch_does_not_reach_nothing_changes(patch: Patch, kernels: t
         widths = [4] * len(kernels)
         model = models.build("interval_cnn", side=12, widths=widths, kernels=kernels, strides=strides)
     guard, images = IntervalGuard(model.requires_grad_(False)), pictures(2, side=12)
-    inside = interval.covered(interval.positions(patch, 12, 12), patch, 12, 12)
-    (middle, half), pixels = guard._range(), guard._normalized(images)
-    centre = torch.where(inside, middle, pixels.unsqueeze(1)).flatten(0, 1)
+    inside = interval.covered_pixels(interval.positions(patch, 12, 12), patch, 12, 12)
+    (middle, half), pixels = guard._range(), guard._normalize(images)
+    center = torch.where(inside, middle, pixels.unsqueeze(1)).flatten(0, 1)
     radius = torch.where(inside, half, 0.0).repeat(2, 1, 1, 1)
-    lead = interval.leads(model.fc, *interval.bounds(model, centre, radius)).view(2, len(inside), 10, 10)
+    lead = interval.bound_leads(model.fc, *interval.bound_network(model, center, radius)).view(2, len(inside), 10, 10)
     label = guard.predict(images).label
     rivals = torch.arange(10).expand(2, 10) != label.unsqueeze(1)
     expected = [lead[i, :, label[i]][:, rivals[i]].min() for i in range(2)]

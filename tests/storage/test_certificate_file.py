@@ -100,7 +100,7 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one_whole(broken, tmp_pat
         raise OSError("no space left")
 
     monkeypatch.setattr("os.fsync" if broken == "write" else "os.replace", refuse)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(InputError, match="cannot be written: no space left"):
         certificate_file.write(path, srf_guard(), image(16, seed=1), Patch(2))
     monkeypatch.undo()
     assert path.read_bytes() == before
@@ -393,7 +393,8 @@ def test_masks_may_be_any_boxes(tmp_path):
 @pytest.fixture
 def stated(tmp_path):
     """The file of a guard whose proofs the checker cannot recompute, the guard and the image."""
-    guard = IntervalGuard(lively(build("interval_cnn", classes=3, side=8, widths=(2,), kernels=(3,), strides=(2,))))
+    network = build("interval_cnn", classes=3, side=8, widths=(2,), kernels=(3,), strides=(2,))
+    guard = IntervalGuard(randomize_weights(network))
     pixels, path = image(8), tmp_path / "image.pgc"
     certificate_file.write(path, guard, pixels, Patch(1))
     return path.read_bytes(), guard, pixels

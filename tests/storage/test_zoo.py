@@ -36,6 +36,7 @@ from patchguard.models import build
 from patchguard.patch import Patch
 from patchguard.storage import presets, zoo
 from patchguard.storage.presets import PRESETS
+from patchguard.storage.published_models import CHECKPOINTS
 
 MASKS = Windows.sliding(grid=(1, 7), size=(1, 3), wrap=(False, True), count=2)
 DEFENSES = [
@@ -251,11 +252,11 @@ def elsewhere(tmp_path, monkeypatch):
     """A working directory, with a folder of models for PATCHGUARD_ZOO below it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    monkeypatch.setenv(zoo.FOLDER, str(tmp_path / "mine"))
+    monkeypatch.setenv("PATCHGUARD_ZOO", str(tmp_path / "mine"))
     return tmp_path
 
 
-EMBEDDED = zoo.CHECKPOINTS / "cifar10.safetensors"
+EMBEDDED = CHECKPOINTS / "cifar10.safetensors"
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -403,8 +404,8 @@ def test_a_save_that_fails_leaves_the_old_file(path, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(zoo, "save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr("patchguard.storage.model_file.save_file", fail)
+    with pytest.raises(InputError, match="cannot be written: disk full"):
         zoo.save(srf_guard(), path)
     assert path.read_bytes() == before
     assert [each.name for each in path.parent.iterdir()] == [path.name]

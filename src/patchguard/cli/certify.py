@@ -1,8 +1,7 @@
 """`patchguard certify`: certify a set of images from one command."""
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -34,7 +33,8 @@ if TYPE_CHECKING:
 
     from patchguard.runs.engine import Outcome
     from patchguard.runs.job import Job
-    from patchguard.runs.metrics import Tally
+    from patchguard.runs.metrics import CertifyTally
+    from patchguard.runs.summary import CertifySummary
 
 
 def certify(
@@ -114,7 +114,7 @@ def _make_folder(folder: Path) -> None:
         raise InputError(f"`--certificates` must be a folder that can be made: {error.strerror}.") from None
 
 
-def _describe(tally: "Tally") -> str:
+def _describe(tally: "CertifyTally") -> str:
     clean, certified = tally.accuracy
     if certified is None:
         return ""
@@ -126,51 +126,50 @@ def _describe(tally: "Tally") -> str:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def _show(outcome: "Outcome", job: "Job", folder: Path, as_json: bool) -> None:
+def _show(outcome: "Outcome[CertifySummary]", job: "Job", folder: Path, as_json: bool) -> None:
     from patchguard.report import render as report
+    from patchguard.runs.summary import to_json
 
     page = report.write([folder])
     if as_json:
         typer.echo(f"model: {job.file}", err=True)
-        typer.echo(json.dumps(outcome.summary, indent=1))
+        typer.echo(to_json(outcome.summary), nl=False)
         return
     output, summary = screen(), outcome.summary
-    settings, seconds = summary["settings"], summary["seconds"]
-    evidence = settings.get("evidence")
+    settings, seconds = summary.settings, summary.seconds
     output.print(
-        f"{shown(settings['model'])} on {shown(settings['data'])}: {summary['images']:,} images, "
-        + settings["defense"]
-        + (f" of {evidence['kind']}" if evidence else "")
-        + (f", tau {settings['tau']:g}" if settings.get("tau") else "")
-        + (f", label among the best {settings['top_k']}" if settings["top_k"] > 1 else ""),
+        f"{shown(settings.model)} on {shown(settings.data)}: {summary.images:,} images, "
+        f"{settings.defense}"
+        + (f" of {settings.rule['evidence']['kind']}" if "evidence" in settings.rule else "")
+        + (f", tau {settings.rule['tau']:g}" if settings.rule.get("tau") else "")
+        + (f", label among the best {settings.top_k}" if settings.top_k > 1 else ""),
         soft_wrap=True,
     )
-    if settings["patch_space"] == "input":
+    if settings.patch_space == "input":
         output.print("patches in network pixels, placed after resizing and cropping", soft_wrap=True)
     output.print(f"model: {shown(str(job.file))}", soft_wrap=True, highlight=False)
     output.print(make_table(summary))
-    if summary["errors"]:
-        output.print(f"images without an answer: {summary['errors']:,}; the records say why", soft_wrap=True)
-    if any(entry["masks"] != "own" for entry in summary["patches"].values()):
+    if summary.errors:
+        output.print(f"images without an answer: {summary.errors:,}; the records say why", soft_wrap=True)
+    if any(entry.masks != "own" for entry in summary.patches.values()):
         output.print("refitted: masks made for that patch, not the model's own", soft_wrap=True)
-    if seconds["images_per_second"]:
+    if seconds.images_per_second:
         output.print(
-            f"{seconds['total']:.1f} s, of which the network {seconds['network']:.1f} s; "
-            f"{seconds['images_per_second']:.1f} images per second",
+            f"{seconds.total:.1f} s, of which the network {seconds.network:.1f} s; "
+            f"{seconds.images_per_second:.1f} images per second",
             soft_wrap=True,
         )
     output.print(f"{'already complete: ' if outcome.already_complete else ''}{shown(str(page))}", soft_wrap=True)
 
 
-def make_table(summary: dict[str, Any]) -> "Table":
+def make_table(summary: "CertifySummary") -> "Table":
     """Return the headline numbers, each with its 95 % interval."""
     from rich.table import Table
 
-    labelled = summary["labelled"]
-    names = ("clean", "certified", "proved") if labelled else ("proved",)
+    names = ("clean", "certified", "proved") if summary.labeled else ("proved",)
     rows = Table("patch", *names, "masks", box=None, pad_edge=False)
-    if labelled:
-        rows.add_row("undefended", percent(summary["undefended"]), "", "", "")
-    for key, entry in summary["patches"].items():
-        rows.add_row(key, *(percent(entry[name]) for name in names), entry["masks"])
+    if summary.undefended is not None:
+        rows.add_row("undefended", percent(summary.undefended), "", "", "")
+    for key, entry in summary.patches.items():
+        rows.add_row(key, *(percent(getattr(entry, name)) for name in names), entry.masks)
     return rows

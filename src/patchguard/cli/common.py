@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from patchguard.patch import Patch
+    from patchguard.runs.summary import Proportion
 
 STOPPED = 130  # the exit status that a shell expects of a command that Ctrl-C ended
 
@@ -86,11 +87,11 @@ def resumable(folder: Path) -> Iterator[None]:
         raise typer.Exit(STOPPED) from None
 
 
-def percent(share: dict[str, Any]) -> str:
-    """Return a share with its interval: 86.2 % (82.9 to 88.9)."""
-    if share["share"] is None:
+def percent(proportion: "Proportion") -> str:
+    """Return a fraction with its interval: 86.2 % (82.9 to 88.9)."""
+    if proportion.fraction is None:
         return "none"
-    return f"{100 * share['share']:.1f} % ({100 * share['low']:.1f} to {100 * share['high']:.1f})"
+    return f"{100 * proportion.fraction:.1f} % ({100 * proportion.low:.1f} to {100 * proportion.high:.1f})"
 
 
 # -- words -------------------------------------------------------------------------------------------------------------

@@ -215,8 +215,8 @@ class MaskedDefense(Defense[Proof]):
     @classmethod
     def fitted(cls, windows: Windows) -> "Defense[Any]":
         """Return this defense with its default settings and the windows as masks."""
-        made: Any = cls
-        defense: Defense[Any] = made(masks=windows)
+        factory: Any = cls
+        defense: Defense[Any] = factory(masks=windows)
         return defense
 
     def fit_to(self, windows: Windows) -> "Defense[Proof]":
@@ -282,8 +282,8 @@ def contenders(
     top_k: int,
 ) -> Int64[Tensor, "batch some"]:
     """Return the rivals whose bound can matter: those whose `ceiling` is at least what k others surely reach."""
-    kept = (without(label, ceiling) >= reached.unsqueeze(1)).sum(1)
-    return strongest(ceiling, label, max(top_k, int(kept.max())))
+    counts = (without(label, ceiling) >= reached.unsqueeze(1)).sum(1)
+    return strongest(ceiling, label, max(top_k, int(counts.max())))
 
 
 def gather(values: Tensor, classes: Int64[Tensor, "batch some"]) -> Tensor:

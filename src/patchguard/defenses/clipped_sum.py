@@ -81,6 +81,6 @@ def certify_sum(
         return worst_case(total - sums(loss, windows), rivals, label, windows, evidence.scale, top_k)
     # Too many unions: no union weighs more than the `count` heaviest windows together.
     heaviest = sums(loss, replace(windows, count=1)).topk(windows.count, dim=2)
-    found = worst_case(total - heaviest.values.sum(2, keepdim=True), rivals, label, None, evidence.scale, top_k)
-    at = ties.argmax((rivals == found.rival.unsqueeze(1)).long(), dim=1)
-    return replace(found, weakest=select(heaviest.indices, at))
+    certificate = worst_case(total - heaviest.values.sum(2, keepdim=True), rivals, label, None, evidence.scale, top_k)
+    at = ties.argmax((rivals == certificate.rival.unsqueeze(1)).long(), dim=1)
+    return replace(certificate, weakest=select(heaviest.indices, at))

@@ -90,12 +90,12 @@ class DoubleMasking(MaskedDefense[Certificate]):
         for first in range(0, len(images), some):
             image, claim = images[first : first + some], claims[first : first + some]
             own = first_round[image] == claim.unsqueeze(1)
-            believed = self._believed(evidence.values[image], claim, own, lead)
+            believed = self._is_believed(evidence.values[image], claim, own, lead)
             # Two masks cannot both be believed for different labels: their common pair has only one.
             label[image[believed]] = claim[believed]
         return Prediction(label=label, scores=total.double() / evidence.scale)
 
-    def _believed(
+    def _is_believed(
         self,
         values: Int64[Tensor, "some classes rows columns"],
         claim: Int64[Tensor, " some"],
@@ -145,14 +145,14 @@ class DoubleMasking(MaskedDefense[Certificate]):
         """The rivals that can come closest: at their conceivable worst no better than the runner-up at its actual."""
         runner_up = strongest(-gap.sum((2, 3)), label, 1)
         reference = self._worst_pair(gather(gap, runner_up), lead)
-        return self._chosen((self._floor(gap, lead) <= reference).any(2).long(), label)
+        return self._select_rivals((self._floor(gap, lead) <= reference).any(2).long(), label)
 
     def _floor(self, gap: Tensor, lead: int) -> Int64[Tensor, "batch classes masks"]:
         """A quick lower bound of `_worst_pair`: a second mask removes at most the heaviest sum of positive gaps."""
         outside = gap.sum((2, 3)).unsqueeze(2) - sums(gap, self.masks)
         return outside - sums(gap.clamp(min=0), self.masks).amax(2, keepdim=True).clamp(min=lead)
 
-    def _chosen(self, matters: Int64[Tensor, "batch classes"], label: Tensor) -> Int64[Tensor, "batch some"]:
+    def _select_rivals(self, matters: Int64[Tensor, "batch classes"], label: Tensor) -> Int64[Tensor, "batch some"]:
         return strongest(matters, label, int(without(label, matters).clamp(min=0).sum(1).max()))
 
     def _at_once(self, values: Tensor, classes: int = 1) -> int:

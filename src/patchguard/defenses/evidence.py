@@ -188,7 +188,7 @@ class Evidence:
         # Multiplying by a power of two is exact, and overflow to infinity ends at the bound it passed.
         units = (value * 2**self.bits).clamp_(low, high).round_()
         whole = (units if clean else units.nan_to_num_(nan=low)).long()
-        # A bound that floats do not hold exactly was clamped to its neighbour.
+        # A bound that floats do not hold exactly was clamped to its neighbor.
         held = value.dtype == torch.float64 or all(float(np.float32(bound)) == bound for bound in (low, high))
         bounded: Tensor = whole if held else whole.clamp(low, high)
         return bounded

@@ -148,7 +148,7 @@ def certify_ranks(
     least = select(evidence.lower, label).flatten(1)
     ceiling = _shifted_sum(evidence.upper.flatten(2), ranks, windows.largest_area, evidence.high)
     if not spatial:
-        lower = -_shifted_sum(-least, _mirrored(ranks, cells_of(evidence)), windows.largest_area, -evidence.low)
+        lower = -_shifted_sum(-least, _mirror_ranks(ranks, cells_of(evidence)), windows.largest_area, -evidence.low)
         rivals = strongest(ceiling, label, evidence.classes - 1)
         margins = (lower.unsqueeze(1) - ceiling.gather(1, rivals)).unsqueeze(2)
         return worst_case(margins, rivals, label, None, evidence.scale, top_k)
@@ -186,10 +186,10 @@ def _shifted_sum(cells: Tensor, ranks: tuple[int, int], shift: int, fill: int) -
     """The rank sum after the `shift` smallest cells became `fill`, the largest value: no attack can do better."""
     count = cells.shape[-1]
     first, last = ranks[0] + shift, ranks[1] + shift
-    kept = ascending(cells)[..., first - 1 : last].sum(-1)
-    return kept + fill * (last - max(count, first - 1) if last > count else 0)
+    counted = ascending(cells)[..., first - 1 : last].sum(-1)
+    return counted + fill * (last - max(count, first - 1) if last > count else 0)
 
 
-def _mirrored(ranks: tuple[int, int], cells: int) -> tuple[int, int]:
+def _mirror_ranks(ranks: tuple[int, int], cells: int) -> tuple[int, int]:
     """The same ranks, counted from the other end."""
     return cells + 1 - ranks[1], cells + 1 - ranks[0]

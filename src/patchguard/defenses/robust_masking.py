@@ -145,7 +145,7 @@ class RobustMasking(MaskedDefense[Certificate]):
         lower = self._lower(evidence, windows, label)
         rivals = self._rivals(evidence, windows, label, top_k)
         maps = gather(evidence.upper, rivals)
-        defended = self._defended(maps, evidence, windows)
+        defended = self._bound_masked(maps, evidence, windows)
         if p == 0:
             margins = lower.unsqueeze(1) - defended
         else:
@@ -165,7 +165,7 @@ class RobustMasking(MaskedDefense[Certificate]):
         if self.masks.cover(windows) and p < q:
             ceiling = torch.minimum(ceiling, totals * q // (q - p) + (p > 0))
         top = strongest(totals, label, top_k)
-        reached = self._defended(gather(evidence.upper, top), evidence, windows).amin((1, 2))
+        reached = self._bound_masked(gather(evidence.upper, top), evidence, windows).amin((1, 2))
         return contenders(ceiling, reached, label, top_k)
 
     def _own_masks(self, windows: Windows) -> bool:
@@ -184,14 +184,16 @@ class RobustMasking(MaskedDefense[Certificate]):
         # a_y(v), as small and as large as drift allows
         smallest = overlaps(least, self.masks, windows)
         largest = overlaps(select(evidence.upper, label), self.masks, windows)
-        found = torch.empty_like(rest)
+        lower = torch.empty_like(rest)
         for (here, least_in, shared), (_, most_in, _) in zip(smallest, largest, strict=True):
             left = rest[:, here].unsqueeze(2)
             masked = (q - p) * (most_in + evidence.high * shared) > p * (left - least_in)
-            found[:, here] = rest[:, here] - torch.where(masked, least_in, 0).amax(2)
-        return found
+            lower[:, here] = rest[:, here] - torch.where(masked, least_in, 0).amax(2)
+        return lower
 
-    def _defended(self, maps: Tensor, evidence: EvidenceMap, windows: Windows) -> Int64[Tensor, "batch some regions"]:
+    def _bound_masked(
+        self, maps: Tensor, evidence: EvidenceMap, windows: Windows
+    ) -> Int64[Tensor, "batch some regions"]:
         """D: the highest masked score of each class."""
         rest = maps.sum((2, 3)).unsqueeze(2) - sums(maps, windows)  # t_k
         if self._own_masks(windows):

@@ -41,6 +41,13 @@ DEFENSES: dict[str, type[Defense[Any]]] = {defense.__name__: defense for defense
 _YOUNGER: dict[type[Defense[Any]], dict[str, Any]] = {DoubleMasking: {"tau": 0.0}}
 
 
+def find_defense(name: str) -> type[Defense[Any]]:
+    """Return the defense of this name; refuse another."""
+    if name not in DEFENSES:
+        raise InputError(f"`--defense` must be a known defense; got {name!r}. {nearest(name, [*DEFENSES])}")
+    return DEFENSES[name]
+
+
 # -- to JSON -----------------------------------------------------------------------------------------------------------
 
 

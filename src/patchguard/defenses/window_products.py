@@ -1,22 +1,25 @@
-"""The fast path of `overlap.heaviest`: products of sorted intervals, where masks that overlap alike are neighbours.
+"""The fast path of `window_sums.heaviest`: products of sorted intervals, where masks that overlap alike are neighbors.
 
 For a window rows R x columns C and a mask R' x C', let X be the prefix sums, along the columns, of the rows R and R'
 share. The mask's sum outside the window is S(v) - (X[min(b, b')] - X[max(a, a')]) for C = [a, b), C' = [a', b'): a
 term of the mask alone plus a term of the window alone, in each of four cases. In sorted order the masks of one case
-are neighbours, so the maximum over a case is a range maximum. Only the row overlaps are enumerated. Maps are laid out
+are neighbors, so the maximum over a case is a range maximum. Only the row overlaps are enumerated. Maps are laid out
 (columns, rows, maps), so that a look-up along the columns copies long runs of memory.
 """
 
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from patchguard.defenses.integral import Place, integral_image, place_of, take
 from patchguard.geometry.windows import Interval, Windows
+
+SMALL = 2**14  # below this many entries the number of calls costs more than the work
+Place: TypeAlias = slice | Tensor
 
 
 def nothing(dtype: torch.dtype) -> int:
@@ -26,7 +29,7 @@ def nothing(dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Maxima over one range of neighbours per window: a few look-ups in a table of power-of-two maxima."""
+    """Maxima over one range of neighbors per window: a few look-ups in a table of power-of-two maxima."""
 
     pad: int
     level: int
@@ -38,10 +41,10 @@ class Ranges:
         keys = torch.cat([padding, keys, padding])
         for step in range(self.level):
             keys = torch.maximum(keys[: -(2**step)], keys[2**step :])
-        found = take(keys, 0, self.picks[0])
+        largest = take(keys, 0, self.picks[0])
         for pick in self.picks[1:]:
-            found = torch.maximum(found, take(keys, 0, pick))
-        return found
+            largest = torch.maximum(largest, take(keys, 0, pick))
+        return largest
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,11 @@ def heaviest_of_product(
     count, width = maps.shape[0], len(windows.columns)
     total = sums.view(count, len(masks.rows), len(masks.columns)).permute(2, 1, 0).contiguous()
     own = take(total, 0, plan.column)  # unrolled mask columns, mask rows, maps
-    found = maps.new_full((width, height, count), nothing(maps.dtype))
+    largest = maps.new_full((width, height, count), nothing(maps.dtype))
     if plan.apart_rows is not None:
-        found = torch.maximum(found, plan.apart_rows(total.amax(0)))
+        largest = torch.maximum(largest, plan.apart_rows(total.amax(0)))
     if plan.apart_columns is not None:
-        found = torch.maximum(found, plan.apart_columns(own.amax(1)).unsqueeze(1))
+        largest = torch.maximum(largest, plan.apart_columns(own.amax(1)).unsqueeze(1))
     table = integral_image(maps - fill if fill else maps, masks.wrap, copies=3).permute(2, 1, 0).contiguous()
     some = max(1, elements // (count * height * max(own.shape[0], table.shape[0])))
     for first in range(0, steps, some):
@@ -81,15 +84,15 @@ def heaviest_of_product(
             prefix = prefix + table.index_select(1, stop[here].reshape(-1))
             prefix = prefix - table.index_select(1, start[here].reshape(-1))
         best = _best_of_cases(plan, prefix, own.index_select(1, plan.mask_row[here].reshape(-1)), width)
-        found = torch.maximum(found, best.view(width, -1, height, count).amax(1))
-    return found.permute(2, 1, 0).reshape(count, -1)
+        largest = torch.maximum(largest, best.view(width, -1, height, count).amax(1))
+    return largest.permute(2, 1, 0).reshape(count, -1)
 
 
 def _best_of_cases(plan: _Plan, prefix: Tensor, own: Tensor, width: int) -> Tensor:
     """Max over the masks that share columns with the window, of S(v) - (X[min(b, b')] - X[max(a, a')])."""
     start, stop = (take(prefix, 0, place) for place in plan.mask)  # X[a'], X[b']
     a, b, end = (take(prefix, 0, place) for place in plan.window)
-    found = own.new_full((width, *own.shape[1:]), nothing(own.dtype))
+    largest = own.new_full((width, *own.shape[1:]), nothing(own.dtype))
     for case, among in plan.cases.items():
         if case == "left":  # a' < a < b' <= b
             best = among(own - stop) + a
@@ -101,8 +104,8 @@ def _best_of_cases(plan: _Plan, prefix: Tensor, own: Tensor, width: int) -> Tens
             best = among(own - stop + start)
         else:  # "around": the two cover the circle, so the mask holds everything outside the window
             best = among(own - stop + start) + (end - b)
-        found = torch.maximum(found, best)
-    return found
+        largest = torch.maximum(largest, best)
+    return largest
 
 
 @lru_cache(maxsize=64)
@@ -172,7 +175,7 @@ def _apart_rows(masks: Windows, windows: Windows, device: torch.device) -> Range
 
 
 def ranges(mark: np.ndarray, device: torch.device) -> Ranges:
-    """Plan maxima over the marked columns of each row; a row's marks may be up to two runs of neighbours."""
+    """Plan maxima over the marked columns of each row; a row's marks may be up to two runs of neighbors."""
     length = mark.shape[1]
     runs: list[list[tuple[int, int]]] = []
     for row in mark:
@@ -198,3 +201,36 @@ def is_sorted(windows: Windows) -> bool:
         return all(a < c and b < d for (a, b), (c, d) in pairwise(intervals))
 
     return windows.pairs is None and increasing(windows.rows) and increasing(windows.columns)
+
+
+# -- integral images, and look-ups along one axis that cost nothing where they are consecutive -------------------------
+
+
+def integral_image(maps: Tensor, wrap: tuple[bool, bool], copies: int = 2) -> Tensor:
+    """Return prefix sums with a leading zero row and column; a wrapped axis is unrolled `copies` times."""
+    tiled = maps.repeat(1, *(copies if around else 1 for around in wrap)) if any(wrap) else maps
+    table = maps.new_empty(tiled.shape[0], tiled.shape[1] + 1, tiled.shape[2] + 1)
+    table[:, 0] = 0
+    table[:, 1:, 0] = 0
+    table[:, 1:, 1:] = tiled.cumsum(2, dtype=maps.dtype)
+    if tiled.numel() < SMALL:
+        torch.cumsum(table, 1, dtype=maps.dtype, out=table)
+    else:  # row by row beats one strided cumsum: each step adds whole rows
+        for row in range(2, table.shape[1]):
+            table[:, row] += table[:, row - 1]
+    return table
+
+
+def place_of(where: np.ndarray, device: torch.device) -> Place:
+    """Indices along one axis; as a slice where they are consecutive, since a view costs nothing."""
+    first = int(where[0])
+    if np.array_equal(where, np.arange(first, first + len(where))):
+        return slice(first, first + len(where))
+    return torch.from_numpy(where).to(device)
+
+
+def take(values: Tensor, dim: int, place: Place) -> Tensor:
+    """Return the entries at `place` along one axis."""
+    if isinstance(place, slice):
+        return values.narrow(dim, place.start, place.stop - place.start)
+    return values.index_select(dim, place)

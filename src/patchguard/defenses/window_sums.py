@@ -14,8 +14,18 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from patchguard.defenses.integral import SMALL, Place, integral_image, place_of, take
-from patchguard.defenses.window_products import Ranges, heaviest_of_product, is_sorted, nothing, ranges
+from patchguard.defenses.window_products import (
+    SMALL,
+    Place,
+    Ranges,
+    heaviest_of_product,
+    integral_image,
+    is_sorted,
+    nothing,
+    place_of,
+    ranges,
+    take,
+)
 from patchguard.errors import InputError
 from patchguard.geometry.windows import Interval, Windows, contains
 
@@ -27,7 +37,7 @@ def _elements(device: torch.device) -> int:
     return 2**16 if device.type == "cpu" else 2**24
 
 
-def _accelerated(device: torch.device) -> bool:
+def _is_accelerator(device: torch.device) -> bool:
     """Whether matrix products in double precision beat scans by far."""
     return device.type != "cpu"
 
@@ -38,8 +48,8 @@ def sums(
     """Return, for each region w, the sum of `values` over w; `table` is their `integral_image`, if it is at hand."""
     maps = values.reshape(-1, *values.shape[-2:])
     if windows.count > 1 or windows.regions * maps[0].numel() <= SMALL:
-        return _over_cells(maps, _owned(windows, values.device)).view(*values.shape[:-2], -1)
-    if windows.pairs is None and _accelerated(values.device):
+        return _over_cells(maps, _owned_cells(windows, values.device)).view(*values.shape[:-2], -1)
+    if windows.pairs is None and _is_accelerator(values.device):
         rows, columns = _indicators(windows, values.device)
         return (rows @ (maps.double() @ columns)).to(maps.dtype).reshape(*values.shape[:-2], -1)
     if table is None:
@@ -47,10 +57,10 @@ def sums(
     if windows.pairs is None:
         (top, bottom), (left, right) = _edges(windows, values.device)
         bands = take(table, 1, bottom) - take(table, 1, top)
-        found = take(bands, 2, right) - take(bands, 2, left)
+        totals = take(bands, 2, right) - take(bands, 2, left)
     else:
-        found = _corners(table, *_boxes(windows, values.device))
-    return found.reshape(*values.shape[:-2], -1)
+        totals = _corners(table, *_boxes(windows, values.device))
+    return totals.reshape(*values.shape[:-2], -1)
 
 
 def heaviest(
@@ -64,7 +74,7 @@ def heaviest(
     maps = values.reshape(-1, *values.shape[-2:])
     if masks.regions * windows.regions * maps[0].numel() <= 8 * SMALL:
         left, shared = _left_over(masks, windows, values.device)
-        found = (_over_cells(maps, left).view(-1, *shared.shape) + fill * shared).amax(-1)
+        largest = (_over_cells(maps, left).view(-1, *shared.shape) + fill * shared).amax(-1)
     elif masks.count == windows.count == 1 and is_sorted(masks) and masks.pairs is windows.pairs is None:
         some = max(1, _elements(maps.device) // windows.regions)
         total = sums(maps, masks)
@@ -72,12 +82,12 @@ def heaviest(
             heaviest_of_product(maps[k : k + some], total[k : k + some], masks, windows, fill, _elements(maps.device))
             for k in range(0, len(maps), some)
         ]
-        found = torch.cat(parts) if len(parts) > 1 else parts[0]
+        largest = torch.cat(parts) if len(parts) > 1 else parts[0]
     else:
-        found = maps.new_empty(maps.shape[0], windows.regions)
+        largest = maps.new_empty(maps.shape[0], windows.regions)
         for here, left, shared in overlaps(maps, masks, windows):
-            found[:, here] = (left + fill * shared).amax(-1)
-    return found.view(*values.shape[:-2], -1)
+            largest[:, here] = (left + fill * shared).amax(-1)
+    return largest.view(*values.shape[:-2], -1)
 
 
 def heaviest_union(values: Int[Tensor, "maps rows columns"], windows: Windows) -> Int[Tensor, " maps"]:
@@ -85,7 +95,7 @@ def heaviest_union(values: Int[Tensor, "maps rows columns"], windows: Windows) -
 
     Their sums are many, and compared as they come, in float64, where they are exact.
     """
-    return (values.flatten(1).double() @ _owned(windows, values.device).mT).amax(1).to(values.dtype)
+    return (values.flatten(1).double() @ _owned_cells(windows, values.device).mT).amax(1).to(values.dtype)
 
 
 def overlaps(
@@ -126,12 +136,12 @@ def best_cover(per_mask: Int[Tensor, "maps masks"], masks: Windows, windows: Win
         return grid.permute(2, 1, 0).reshape(len(per_mask), -1)
     ones = per_mask.new_ones(1, *masks.grid)
     areas = torch.from_numpy(windows.areas).to(per_mask.device).unsqueeze(1)
-    found = per_mask.new_empty(per_mask.shape[0], windows.regions)
+    best = per_mask.new_empty(per_mask.shape[0], windows.regions)
     for here, _, shared in overlaps(ones, masks, windows):
         covering = shared == areas[here]
         for image, entries in enumerate(per_mask):
-            found[image, here] = torch.where(covering, entries, nothing(entries.dtype)).amax(1)
-    return found
+            best[image, here] = torch.where(covering, entries, nothing(entries.dtype)).amax(1)
+    return best
 
 
 def check_work(masks: Windows, windows: Windows) -> None:
@@ -185,12 +195,12 @@ def _pieces(
         if not masks.wrap[axis]:
             begin = torch.maximum(start, low)
             return [(begin, torch.maximum(begin, torch.minimum(stop, high)))]
-        found = []
+        pieces = []
         for shift in (0, size, 2 * size):  # the window stands in the middle of three copies of the circle
             begin = torch.maximum(start + shift, low + size)
             end = torch.minimum(stop + shift, high + size).clamp(max=3 * size)
-            found.append((begin, torch.maximum(begin, end)))
-        return found
+            pieces.append((begin, torch.maximum(begin, end)))
+        return pieces
 
     return [(a, b, c, d) for a, b in along(0) for c, d in along(1)]
 
@@ -203,14 +213,14 @@ def _over_cells(maps: Tensor, owned: Tensor) -> Tensor:
 @lru_cache(maxsize=64)
 def _indicators(windows: Windows, device: torch.device) -> tuple[Tensor, Tensor]:
     """Which rows each row interval holds, and (transposed) which columns each column interval holds."""
-    found = []
+    pieces = []
     for intervals, size in zip((windows.rows, windows.columns), windows.grid, strict=True):
         lead = (np.arange(size)[None] - np.array(intervals)[:, :1]) % size
-        found.append(torch.from_numpy(lead < np.diff(np.array(intervals))).to(device).double())
-    return found[0], found[1].mT.contiguous()
+        pieces.append(torch.from_numpy(lead < np.diff(np.array(intervals))).to(device).double())
+    return pieces[0], pieces[1].mT.contiguous()
 
 
-def _owned(windows: Windows, device: torch.device) -> Tensor:
+def _owned_cells(windows: Windows, device: torch.device) -> Tensor:
     if windows.regions * windows.grid[0] * windows.grid[1] <= 2**20:
         return _small_owned(windows, device)
     return torch.from_numpy(windows.cells).to(device).double()  # too large to keep

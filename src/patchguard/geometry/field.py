@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import final
 
 import numpy as np
@@ -17,7 +17,7 @@ class Axis:
     """Along one axis, cell i reads source pixels starts[i], ..., starts[i] + lengths[i] - 1.
 
     An interval that runs past the end goes on at pixel 0 (modulo `size`); a length of 0 says that the cell
-    reads nothing. `wrap` says that the cells themselves lie on a circle: the last one is a neighbour of the
+    reads nothing. `wrap` says that the cells themselves lie on a circle: the last one is a neighbor of the
     first.
 
     >>> axis = Axis(starts=(0, 8, 16), lengths=(17, 17, 17), size=33)
@@ -77,7 +77,7 @@ class Axis:
         """Pixels from one cell to the next, or None where the cells are not evenly spaced.
 
         Cells that a border cuts short are left out: only those of full length must be evenly spaced
-        neighbours.
+        neighbors.
         """
         full = np.flatnonzero(self._lengths == self.field_size)
         steps = np.diff(self._starts[full]) % self.size
@@ -200,3 +200,15 @@ def _hull(support: Axis, pixels: Sequence[int]) -> tuple[int, int]:
     if not read:
         return 0, -1
     return min(low for low, _ in read), max(high for _, high in read)
+
+
+@lru_cache(maxsize=4096)
+def middle_position(axis: Axis, length: int, start: int, stop: int) -> int:
+    """Return the middle one of the positions from which `length` pixels touch the cells start .. stop - 1 only."""
+    cells = np.zeros(axis.cells, dtype=bool)
+    cells[np.arange(start, stop) % axis.cells] = True
+    touched = axis.touched_cells_by_position(length)
+    inside = (touched & ~cells).sum(1) == 0
+    score = np.where(inside, (touched & cells).sum(1), -1)
+    best = np.flatnonzero(score == score.max())
+    return int(best[len(best) // 2])

@@ -8,7 +8,7 @@ P.-Y. Chiang, R. Ni, A. Abdelkader, C. Zhu, C. Studer, T. Goldstein, "Certified 
 2020. Statement and proof, rounding included: docs/theory.md, "Interval bounds", in the symbols of this file.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, final
 
@@ -23,13 +23,14 @@ from patchguard.errors import InputError
 from patchguard.geometry.preprocess import Preprocess
 from patchguard.guard import Box, Certificate, Guard, Prediction
 from patchguard.guards.identity import compute_digest, describe_model
+from patchguard.models.base import LocalModel
 from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.patch import Patch
 from patchguard.runtime import device_and_dtype, full_precision
 
 Images: TypeAlias = Float[Tensor, "batch 3 height width"]
 Maps: TypeAlias = Float[Tensor, "_sets _channels _rows _columns"]
-Interval: TypeAlias = tuple[Maps, Maps]  # centre and radius
+Interval: TypeAlias = tuple[Maps, Maps]  # center and radius
 Product: TypeAlias = Callable[[nn.Conv2d, Tensor, Tensor], Tensor]
 
 INTERVAL = {"name": "IntervalBounds"}  # in model files, in place of a defense
@@ -106,6 +107,11 @@ class IntervalGuard(Guard):
         self.model.to(device)
         return self
 
+    @classmethod
+    def from_json(cls, model: LocalModel, settings: Mapping[str, Any], class_names: tuple[str, ...]) -> "IntervalGuard":
+        """Return the guard that `to_json` described; refuse any other network."""
+        return cls(model, class_names)  # type: ignore[arg-type]
+
     # -- the two verbs -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -115,10 +121,11 @@ class IntervalGuard(Guard):
         scores = []
         with full_precision(device):
             for part in torch.split(images, at_once):
-                features = self._normalized(part.to(device))
+                features = self._normalize(part.to(device))
                 for layer in self.model.convolutions():
-                    features = F.relu(linear(layer, layer.weight, features) + shaped(layer, features))
-                logits = linear(self.model.fc, self.model.fc.weight, features) + shaped(self.model.fc, features)
+                    features = F.relu(apply_linear(layer, layer.weight, features) + shape_bias(layer, features))
+                last = self.model.fc
+                logits = apply_linear(last, last.weight, features) + shape_bias(last, features)
                 scores.append(logits.flatten(1).to(images.device))
         joined = torch.cat(scores)
         return Prediction(label=argmax(joined, 1), scores=joined.double())
@@ -135,12 +142,12 @@ class IntervalGuard(Guard):
         margins: list[Tensor] = []  # of some images each: images, positions
         rivals: list[Tensor] = []
         with full_precision(device):
-            pixels = self._normalized(images.to(device))
+            pixels = self._normalize(images.to(device))
             parts = (torch.split(each, max(1, at_once // len(places))) for each in (pixels, chosen))
             for part, own in zip(*parts, strict=True):
-                untouched = backgrounds(self.model, part)
+                untouched = bound_background(self.model, part)
                 windows = (self._window(len(part), some, patch) for some in torch.split(places, at_once))
-                lead = torch.cat([self._leads(untouched, window, own) for window in windows], 1)
+                lead = torch.cat([self._bound_leads(untouched, window, own) for window in windows], 1)
                 rivals.append(argmin(lead, 2))
                 margins.append(lead.amin(2))
         margin, rival = torch.cat(margins), torch.cat(rivals)
@@ -179,11 +186,11 @@ class IntervalGuard(Guard):
 
     # -- from images to margins ----------------------------------------------------------------------------------------
 
-    def _leads(
+    def _bound_leads(
         self, untouched: list[Interval], window: "Window", label: Int64[Tensor, " images"]
     ) -> Float[Tensor, "images _places classes"]:
         """Return a lower bound of f_y - f_k for every image and position; infinity for k = y."""
-        lead = leads(self.model.fc, *reached(self.model, untouched, window))
+        lead = bound_leads(self.model.fc, *bound_reached(self.model, untouched, window))
         lead = lead.view(len(label), -1, *lead.shape[1:])
         own = label.view(-1, 1, 1, 1).expand(-1, lead.shape[1], 1, lead.shape[3])
         over_rivals = lead.gather(2, own).squeeze(2).nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
@@ -191,16 +198,16 @@ class IntervalGuard(Guard):
 
     def _window(self, images: int, places: Int64[Tensor, "places 2"], patch: Patch) -> "Window":
         """Return the pixels under the patch, for every image and position, in this order."""
-        centre, radius = (each.expand(-1, patch.height, patch.width) for each in self._range())
+        center, radius = (each.expand(-1, patch.height, patch.width) for each in self._range())
         count = images * len(places)
-        return Window(centre.expand(count, -1, -1, -1), radius.expand(count, -1, -1, -1), places.repeat(images, 1))
+        return Window(center.expand(count, -1, -1, -1), radius.expand(count, -1, -1, -1), places.repeat(images, 1))
 
     def _range(self) -> tuple[Tensor, Tensor]:
-        """Return centre and radius of a pixel that may show anything, once it is normalised."""
-        black, white = (self._normalized(torch.full_like(self.model.normalize.mean, each)) for each in (0.0, 1.0))
+        """Return center and radius of a pixel that may show anything, once it is normalized."""
+        black, white = (self._normalize(torch.full_like(self.model.normalize.mean, each)) for each in (0.0, 1.0))
         return (black + white) / 2, (white - black) / 2
 
-    def _normalized(self, pixels: Tensor) -> Tensor:
+    def _normalize(self, pixels: Tensor) -> Tensor:
         mean, std = (each.to(PRECISION) for each in (self.model.normalize.mean, self.model.normalize.std))
         return (pixels.to(PRECISION) - mean) / std
 
@@ -239,7 +246,7 @@ def positions(patch: Patch, height: int, width: int, device: torch.device | None
     return torch.cartesian_prod(tops, torch.arange(width - patch.width + 1, device=device))
 
 
-def covered(
+def covered_pixels(
     places: Int64[Tensor, "sets 2"], patch: Patch, height: int, width: int
 ) -> Bool[Tensor, "sets 1 height width"]:
     """Return which pixels the patch covers, by position."""
@@ -252,7 +259,7 @@ def covered(
 # -- bounds ------------------------------------------------------------------------------------------------------------
 
 
-def linear(layer: nn.Conv2d, weight: Tensor, inputs: Maps, padding: int | None = None) -> Maps:
+def apply_linear(layer: nn.Conv2d, weight: Tensor, inputs: Maps, padding: int | None = None) -> Maps:
     """Return W z for the convolution W with these weights: one matrix product, in which every output is a plain sum."""
     kernel, stride = int(layer.kernel_size[0]), int(layer.stride[0])
     around = int(layer.padding[0]) if padding is None else padding
@@ -262,70 +269,70 @@ def linear(layer: nn.Conv2d, weight: Tensor, inputs: Maps, padding: int | None =
     return sums.permute(0, 3, 1, 2)
 
 
-def unpadded(layer: nn.Conv2d, weight: Tensor, inputs: Maps) -> Maps:
+def apply_unpadded(layer: nn.Conv2d, weight: Tensor, inputs: Maps) -> Maps:
     """Return W z where zeros around the image are already part of z."""
-    return linear(layer, weight, inputs, padding=0)
+    return apply_linear(layer, weight, inputs, padding=0)
 
 
-def rounding(layer: nn.Conv2d) -> float:
+def charge_rounding(layer: nn.Conv2d) -> float:
     """Return the charge e = 4 g(n + 8) of a layer with n products in each sum."""
     terms = (layer.weight[0].numel() + 8) * torch.finfo(PRECISION).eps / 2
     return 4 * terms / (1 - terms)
 
 
-def bounds(
+def bound_network(
     model: IntervalCnn,
-    centre: Maps,
+    center: Maps,
     radius: Maps,
     *,
-    product: Product = linear,
-    charge: Callable[[nn.Conv2d], float] = rounding,
+    product: Product = apply_linear,
+    charge: Callable[[nn.Conv2d], float] = charge_rounding,
 ) -> Interval:
-    """Return centre and radius of what the last layer reads, of those of normalised pixels."""
+    """Return center and radius of what the last layer reads, of those of normalized pixels."""
     for layer in model.convolutions():
-        centre, radius = rectified(*affine(layer, centre, radius, product, charge))
-    return centre, radius
+        center, radius = apply_relu(*bound_affine(layer, center, radius, product, charge))
+    return center, radius
 
 
-def affine(
-    layer: nn.Conv2d, centre: Maps, radius: Maps, product: Product, charge: Callable[[nn.Conv2d], float]
+def bound_affine(
+    layer: nn.Conv2d, center: Maps, radius: Maps, product: Product, charge: Callable[[nn.Conv2d], float]
 ) -> Interval:
     """Return c' = W c + b and r' = |W| (r + e (|c| + r)) + e |b| + 2^-100."""
-    e, bias = charge(layer), shaped(layer, centre)
-    widened = radius + e * (centre.abs() + radius)
+    e, bias = charge(layer), shape_bias(layer, center)
+    widened = radius + e * (center.abs() + radius)
     return (
-        product(layer, layer.weight, centre) + bias,
-        product(layer, absolute(layer.weight), widened) + (e * bias.abs() + UNDERFLOW),
+        product(layer, layer.weight, center) + bias,
+        product(layer, take_absolute(layer.weight), widened) + (e * bias.abs() + UNDERFLOW),
     )
 
 
-def rectified(centre: Maps, radius: Maps) -> Interval:
-    """Return centre and radius between the ReLUs of both ends."""
-    low, high = F.relu(centre - radius), F.relu(centre + radius)
+def apply_relu(center: Maps, radius: Maps) -> Interval:
+    """Return center and radius between the ReLUs of both ends."""
+    low, high = F.relu(center - radius), F.relu(center + radius)
     return (low + high) / 2, (high - low) / 2
 
 
-def leads(
-    layer: nn.Conv2d, centre: Maps, radius: Maps, charge: Callable[[nn.Conv2d], float] = rounding
+def bound_leads(
+    layer: nn.Conv2d, center: Maps, radius: Maps, charge: Callable[[nn.Conv2d], float] = charge_rounding
 ) -> Float[Tensor, "_sets classes classes"]:
     """Return M, where M_yk is a lower bound of f_y - f_k over the set that the last layer reads."""
     e, classes = charge(layer), len(layer.weight)
-    c, r = centre.flatten(1), radius.flatten(1)
+    c, r = center.flatten(1), radius.flatten(1)
     weight, bias = layer.weight.flatten(1).to(c.dtype), layer.bias.to(c.dtype)  # type: ignore[union-attr]
     difference = (weight.unsqueeze(1) - weight).flatten(0, 1)  # W_y - W_k in row y classes + k
-    spread = r @ absolute(difference).T
+    spread = r @ take_absolute(difference).T
     sums = (c.abs() + r) @ weight.abs().T + bias.abs()
     charged = e * (sums.unsqueeze(2) + sums.unsqueeze(1)) + UNDERFLOW
     lead = (c @ difference.T).view(-1, classes, classes) + (bias.unsqueeze(1) - bias)
     return lead - (spread.view(-1, classes, classes) + charged)
 
 
-def absolute(weight: Tensor) -> Tensor:
+def take_absolute(weight: Tensor) -> Tensor:
     """Return |W|."""
     return weight.abs()
 
 
-def shaped(layer: nn.Conv2d, inputs: Maps) -> Float[Tensor, "_channels 1 1"]:
+def shape_bias(layer: nn.Conv2d, inputs: Maps) -> Float[Tensor, "_channels 1 1"]:
     """Return the bias, in the precision of the inputs."""
     return layer.bias.to(inputs.dtype).view(-1, 1, 1)  # type: ignore[union-attr]
 
@@ -338,40 +345,40 @@ def shaped(layer: nn.Conv2d, inputs: Maps) -> Float[Tensor, "_channels 1 1"]:
 class Window:
     """Centre and radius on a part of a map, for many sets at once, and where that part starts in each of them."""
 
-    centre: Maps
+    center: Maps
     radius: Maps
     start: Int64[Tensor, "_sets 2"]
 
 
-def backgrounds(model: IntervalCnn, pixels: Maps) -> list[Interval]:
-    """Return centre and radius of what each layer reads where no patch is; the radius is all rounding."""
-    found = [(pixels, torch.zeros_like(pixels))]
+def bound_background(model: IntervalCnn, pixels: Maps) -> list[Interval]:
+    """Return center and radius of what each layer reads where no patch is; the radius is all rounding."""
+    intervals = [(pixels, torch.zeros_like(pixels))]
     for layer in model.convolutions():
-        found.append(rectified(*affine(layer, *found[-1], linear, rounding)))
-    return found
+        intervals.append(apply_relu(*bound_affine(layer, *intervals[-1], apply_linear, charge_rounding)))
+    return intervals
 
 
-def reached(model: IntervalCnn, untouched: list[Interval], window: Window) -> Interval:
-    """Return centre and radius of what the last layer reads with patches on images, of those of the pixels below.
+def bound_reached(model: IntervalCnn, untouched: list[Interval], window: Window) -> Interval:
+    """Return center and radius of what the last layer reads with patches on images, of those of the pixels below.
 
     A layer is computed only where it reads the window of the one before; elsewhere its bounds are the background's.
     """
     for layer, before, after in zip(model.convolutions(), untouched[:-1], untouched[1:], strict=True):
         kernel, stride, padding = int(layer.kernel_size[0]), int(layer.stride[0]), int(layer.padding[0])
-        sides = torch.tensor(window.centre.shape[2:])
+        sides = torch.tensor(window.center.shape[2:])
         # Output u reads the inputs from u stride - padding on, `kernel` of them.
         limits = torch.tensor(after[0].shape[2:])
         sizes = torch.minimum((sides + kernel - 2) // stride + 1, limits)
         first = -((kernel - 1 - padding - window.start) // stride)
         start = torch.minimum(first.clamp(min=0), (limits - sizes).to(first.device))
         spans = ((sizes - 1) * stride + kernel).tolist()
-        centre, radius = pasted(before, window, start * stride, spans, padding)
-        window = Window(*rectified(*affine(layer, centre, radius, unpadded, rounding)), start)
+        center, radius = paste_window(before, window, start * stride, spans, padding)
+        window = Window(*apply_relu(*bound_affine(layer, center, radius, apply_unpadded, charge_rounding)), start)
     whole = torch.zeros_like(window.start)
-    return pasted(untouched[-1], window, whole, list(untouched[-1][0].shape[2:]), 0)
+    return paste_window(untouched[-1], window, whole, list(untouched[-1][0].shape[2:]), 0)
 
 
-def pasted(
+def paste_window(
     background: Interval, window: Window, start: Int64[Tensor, "_sets 2"], spans: list[int], padding: int
 ) -> Interval:
     """Return the parts of `spans` from `start` on, of backgrounds with zeros around them and windows put in."""
@@ -380,7 +387,7 @@ def pasted(
     number = torch.arange(sets, device=start.device).view(-1, 1, 1)
     rows, columns = (start[:, axis, None] + torch.arange(spans[axis], device=start.device) for axis in (0, 1))
     at_row, at_column = rows - padding - window.start[:, :1], columns - padding - window.start[:, 1:]
-    height, width = window.centre.shape[2:]
+    height, width = window.center.shape[2:]
     down, along = (at_row >= 0) & (at_row < height), (at_column >= 0) & (at_column < width)
     inside = (down.unsqueeze(2) & along.unsqueeze(1)).unsqueeze(3)
     there = (number, slice(None), at_row.clamp(0, height - 1).unsqueeze(2), at_column.clamp(0, width - 1).unsqueeze(1))
@@ -389,6 +396,6 @@ def pasted(
     # A slice between index tensors puts the channels last.
     parts = [
         torch.where(inside, own[there], whole[here]).permute(0, 3, 1, 2)
-        for own, whole in zip((window.centre, window.radius), around, strict=True)
+        for own, whole in zip((window.center, window.radius), around, strict=True)
     ]
     return parts[0], parts[1]

@@ -11,13 +11,12 @@ and one file per rule in defenses. A guard only puts them together.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, ClassVar, Generic, final, get_args, overload
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
@@ -27,13 +26,18 @@ from patchguard.data.images import check_images
 from patchguard.defenses import Undefended
 from patchguard.defenses.base import Defense, Proof
 from patchguard.defenses.evidence import Evidence, EvidenceMap, Kind
-from patchguard.defenses.serialization import DEFENSES, defense_to_json, evidence_to_json
-from patchguard.errors import InputError, NoFieldError, nearest
-from patchguard.geometry.field import Axis, Field, compose
+from patchguard.defenses.serialization import (
+    defense_from_json,
+    defense_to_json,
+    evidence_from_json,
+    evidence_to_json,
+    find_defense,
+)
+from patchguard.errors import InputError, NoFieldError
+from patchguard.geometry.field import Field, compose, middle_position
 from patchguard.geometry.preprocess import Preprocess
 from patchguard.geometry.windows import Windows
 from patchguard.guard import (
-    AnyCertificate,
     Box,
     Certificate,
     Claim,
@@ -44,12 +48,11 @@ from patchguard.guard import (
     Plan,
     Prediction,
     Task,
-    bisect_sides,
     concatenate,
     move,
-    require_label,
 )
 from patchguard.guards.cell_claims import claim_cells, compare_cells, require_checkable, rule_to_json
+from patchguard.guards.cell_proofs import CellProofs
 from patchguard.guards.identity import compute_digest, describe_model
 from patchguard.models.base import LocalModel
 from patchguard.patch import Patch
@@ -125,6 +128,15 @@ class LocalGuard(Guard, Generic[Proof]):
             "evidence": evidence_to_json(self.evidence),
             "defense": defense_to_json(self.defense),
         }
+
+    @classmethod
+    def from_json(
+        cls, model: LocalModel, settings: Mapping[str, Any], class_names: tuple[str, ...]
+    ) -> "LocalGuard[Any]":
+        """Return the guard that `to_json` described; refuse anything else."""
+        preprocess = Preprocess.from_json(settings["preprocess"])
+        evidence, defense = evidence_from_json(settings["evidence"]), defense_from_json(settings["defense"])
+        return cls(preprocess, model, evidence, defense, class_names)
 
     # -- the two verbs -------------------------------------------------------------------------------------------------
 
@@ -212,29 +224,9 @@ class LocalGuard(Guard, Generic[Proof]):
         for local_logits in self._local_logits(images, proving=True):
             evidence = self._evidence(local_logits, images)
             self.defense.validate_windows(evidence, self.windows(Patch(1), height, width))
-            label, limit = self.defense.predict(evidence).label, self.largest_covered_side(height, width)
-            sides.append(self._largest_sides(evidence, label, (height, width), limit))
+            limit = self.largest_covered_side(height, width)
+            sides.append(CellProofs(evidence, (height, width)).largest(self, limit))
         return torch.cat(sides).to(images.device)
-
-    def _largest_sides(
-        self,
-        evidence: EvidenceMap,
-        label: Int64[Tensor, " some"],
-        size: tuple[int, int],
-        limit: int,
-        known: dict[int, AnyCertificate] | None = None,
-        top_k: int = 1,
-    ) -> Int64[Tensor, " some"]:
-        """Return the largest certified side of each image; certificates of some sides are `known`."""
-        settled = known or {}
-
-        def proves(rows: Tensor, side: int) -> Tensor:
-            if side in settled:
-                return require_label(settled[side]).certified[rows]
-            windows = self.windows(Patch(side), *size)
-            return require_label(self.defense.certify(evidence[rows], windows, label[rows], top_k)).certified
-
-        return bisect_sides(label, limit, proves, list(settled))
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
@@ -250,7 +242,7 @@ class LocalGuard(Guard, Generic[Proof]):
     def examine(self, images: Images, plan: Plan) -> Examination:
         """As `Guard` says, from one pass of the network: every proof is computed from the same evidence."""
         began = time.perf_counter()
-        local_logits = self.local_logits(images)
+        local_logits = torch.cat([part.to(images.device) for part in self._local_logits(images, proving=True)])
         if local_logits.device.type == "cuda":
             torch.cuda.synchronize(local_logits.device)
         seconds = time.perf_counter() - began
@@ -263,15 +255,17 @@ class LocalGuard(Guard, Generic[Proof]):
             evidence, local_logits = evidence[chosen], local_logits[chosen]
         if not rows:
             return Examination(rows=(), failures=failures, seconds=seconds)
-        proofs = _Proofs(plan, evidence)
+        proofs, guard = CellProofs(evidence, plan.size, plan.top_k), _require_cells(plan.guard)
+        own = [task.patch for task in plan.tasks if _require_cells(task.guard).defense == guard.defense]
+        squares = tuple(patch.height for patch in own if patch.height == patch.width)
         return Examination(
             rows=rows,
             failures=failures,
-            prediction=proofs.prediction(plan.guard),
+            prediction=proofs.prediction(guard),
             undefended=self._undefended(local_logits, evidence),
-            certificates=tuple(proofs.certificate(task.guard, task.patch) for task in plan.tasks),
-            curve=tuple(proofs.certificate(guard, Patch(side)) for side, guard in plan.curve),
-            largest=proofs.largest() if plan.largest and not self.detects else None,
+            certificates=tuple(proofs.certificate(_require_cells(task.guard), task.patch) for task in plan.tasks),
+            curve=tuple(proofs.certificate(_require_cells(other), Patch(side)) for side, other in plan.curve),
+            largest=proofs.largest(guard, plan.largest, squares) if plan.largest and not self.detects else None,
             details=evidence,
             seconds=seconds,
         )
@@ -292,16 +286,15 @@ class LocalGuard(Guard, Generic[Proof]):
         """Return a place from which the patch owns the weakest window, and that window."""
         top, bottom, left, right = self.windows(patch, height, width).boxes[weakest].tolist()
         field = self.field(height, width)
-        row = _place(field.rows, patch.height, top, bottom)
-        column = _place(field.columns, patch.width, left, right)
+        row = middle_position(field.rows, patch.height, top, bottom)
+        column = middle_position(field.columns, patch.width, left, right)
         return (row, column, patch.height, patch.width), (top, bottom, left, right)
 
     def picture(self, examination: Examination, row: int, task: Task, classes: Sequence[int]) -> Picture:
         """Return the evidence of some classes, and the window that the rule hides of the first."""
         evidence: EvidenceMap = examination.details[row : row + 1]
         maps = tuple((evidence.values[0, each].double() / evidence.scale).float().cpu() for each in classes)
-        defense: Defense[Any] = task.guard.defense if isinstance(task.guard, LocalGuard) else self.defense
-        return Picture(maps, defense.hidden_window(evidence, classes[0]))
+        return Picture(maps, _require_cells(task.guard).defense.hidden_window(evidence, classes[0]))
 
     def evidence_arrays(self, examination: Examination, row: int) -> dict[str, Tensor]:
         """Return the evidence in whole units, and their scale."""
@@ -357,7 +350,7 @@ class LocalGuard(Guard, Generic[Proof]):
         Another defense brings its own kind of evidence; `evidence` names one instead. The drift stays; a tau does not,
         since it counts units of the model's own evidence. New masks are not yet fitted: `for_patch` does that.
         """
-        rule: Defense[Any] = _find_defense(defense).fitted(ANY_MASKS) if defense else self.defense
+        rule: Defense[Any] = find_defense(defense).fitted(ANY_MASKS) if defense else self.defense
         if evidence and evidence not in get_args(Kind):
             raise InputError(f"`--evidence` must be one of {', '.join(get_args(Kind))}; got {evidence!r}.")
         settings = self.evidence
@@ -389,11 +382,11 @@ class LocalGuard(Guard, Generic[Proof]):
 
     def field(self, height: int, width: int) -> Field:
         """Return which pixels of a `height` x `width` source image each cell reads, through the whole chain."""
-        return _composed(self._cells(height, width), self.preprocess, height, width)
+        return _compose_field(self._cells(height, width), self.preprocess, height, width)
 
     def windows(self, patch: Patch, height: int, width: int) -> Windows:
         """Return the boxes of cells that the patch can reach in source images of `height` x `width` pixels."""
-        return _reached(patch, self._cells(height, width), self.preprocess, height, width)
+        return _find_windows(patch, self._cells(height, width), self.preprocess, height, width)
 
     @torch.no_grad()
     def local_logits(self, images: Images) -> Float[Tensor, "batch classes rows columns"]:
@@ -462,71 +455,20 @@ class LocalGuard(Guard, Generic[Proof]):
         return self.evidence(local_logits)
 
 
-@final
-class _Proofs:
-    """Predictions and certificates of one batch, each computed once however many entries of a plan ask for it."""
-
-    def __init__(self, plan: Plan, evidence: EvidenceMap) -> None:
-        self.plan, self.evidence = plan, evidence
-        self.predictions: dict[Defense[Any], Prediction] = {}
-        self.certificates: dict[tuple[Defense[Any], Windows], AnyCertificate] = {}
-
-    def prediction(self, guard: Guard) -> Prediction:
-        defense = _defense_of(guard)
-        if defense not in self.predictions:
-            self.predictions[defense] = defense.predict(self.evidence)
-        return self.predictions[defense]
-
-    def certificate(self, guard: Guard, patch: Patch) -> AnyCertificate:
-        defense = _defense_of(guard)
-        windows = guard.windows(patch, *self.plan.size)  # type: ignore[attr-defined]
-        if (defense, windows) not in self.certificates:
-            label = self.prediction(guard).label
-            self.certificates[defense, windows] = defense.certify(self.evidence, windows, label, self.plan.top_k)
-        return self.certificates[defense, windows]
-
-    def largest(self) -> Int64[Tensor, " some"]:
-        """Return the side of the largest square patch that each image is certified against, masks kept."""
-        guard = self.plan.guard
-        assert isinstance(guard, LocalGuard)
-        own = [task.patch for task in self.plan.tasks if _defense_of(task.guard) == guard.defense]
-        known = {patch.height: self.certificate(guard, patch) for patch in own if patch.height == patch.width}
-        label = self.prediction(guard).label
-        return guard._largest_sides(self.evidence, label, self.plan.size, self.plan.largest, known, self.plan.top_k)
-
-
-def _defense_of(guard: Guard) -> Defense[Any]:
+def _require_cells(guard: Guard) -> LocalGuard[Any]:
+    """Return a guard of a plan, which this kind of guard has made."""
     assert isinstance(guard, LocalGuard)
-    defense: Defense[Any] = guard.defense
-    return defense
+    return guard
 
 
 @lru_cache(maxsize=256)
-def _composed(cells: Field, preprocess: Preprocess, height: int, width: int) -> Field:
+def _compose_field(cells: Field, preprocess: Preprocess, height: int, width: int) -> Field:
     return compose(cells, preprocess.support(height, width))
 
 
 @lru_cache(maxsize=1024)
-def _reached(patch: Patch, cells: Field, preprocess: Preprocess, height: int, width: int) -> Windows:
-    return Windows.reached_by(patch, _composed(cells, preprocess, height, width))
-
-
-@lru_cache(maxsize=4096)
-def _place(axis: Axis, length: int, start: int, stop: int) -> int:
-    """Of the positions that touch the cells start .. stop - 1 and no others, return the middle one."""
-    cells = np.zeros(axis.cells, dtype=bool)
-    cells[np.arange(start, stop) % axis.cells] = True
-    touched = axis.touched_cells_by_position(length)
-    inside = (touched & ~cells).sum(1) == 0
-    score = np.where(inside, (touched & cells).sum(1), -1)
-    best = np.flatnonzero(score == score.max())
-    return int(best[len(best) // 2])
-
-
-def _find_defense(name: str) -> type[Defense[Any]]:
-    if name not in DEFENSES:
-        raise InputError(f"`--defense` must be a known defense; got {name!r}. {nearest(name, [*DEFENSES])}")
-    return DEFENSES[name]
+def _find_windows(patch: Patch, cells: Field, preprocess: Preprocess, height: int, width: int) -> Windows:
+    return Windows.reached_by(patch, _compose_field(cells, preprocess, height, width))
 
 
 def _read_fraction(text: str) -> Fraction:

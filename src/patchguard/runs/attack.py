@@ -39,14 +39,14 @@ from patchguard.runs.engine import (
     worker_pool,
 )
 from patchguard.runs.gallery import Draw
-from patchguard.runs.gap import GROUPS, Gap, group, measure
 from patchguard.runs.job import Job
+from patchguard.runs.metrics import ATTACK_GROUPS, AttackTally, attack_group
 from patchguard.runs.records import FORMAT, Folder, Record
+from patchguard.runs.summary import AttackSettings, AttackSummary, Run, convert, read_run, to_plain
 from patchguard.storage import atomic
 from patchguard.storage.certificate_file import image_digest
 
 EACH = 8  # pictures per group in the report
-ELSEWHERE = ("top_k", "curve", "certificates")  # settings of certify that an attack has not
 
 Progress = Callable[["Hunt"], None]
 
@@ -69,17 +69,16 @@ class Trial:
     command: tuple[str, ...] = ()
     model: str = ""
 
-    def settings(self) -> dict[str, Any]:
-        """Return every setting as JSON values, for run.json."""
-        known = {name: value for name, value in self.job.settings().items() if name not in ELSEWHERE}
-        return {
-            **known,
-            "attack": self.name,
-            "budget": describe_budget(self.attack),
-            "aim": self.aim,
-            "seed": self.seed,
-            "numbers": None if self.numbers is None else list(self.numbers),
-        }
+    def settings(self) -> AttackSettings:
+        """Return every setting, for run.json."""
+        return AttackSettings(
+            **self.job.shared_settings(),
+            attack=self.name,
+            budget=describe_budget(self.attack),
+            aim=self.aim,
+            seed=self.seed,
+            numbers=self.numbers,
+        )
 
     def number(self, index: int) -> int:
         """Return the number that the randomness of an image is derived from."""
@@ -114,17 +113,17 @@ def describe_budget(attack: Attack) -> dict[str, Any]:
 class Hunt:
     """The counts of an attack, and the images of which pictures are kept."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self.gap = Gap(settings)
+    def __init__(self, settings: AttackSettings) -> None:
+        self.tally = AttackTally(settings)
         self.draw = Draw(EACH)
-        self.images = 0
+        self.images = self.errors = 0
 
     def add(self, record: Record) -> None:
         """Count one record."""
-        self.gap.add(record)
-        self.images = self.gap.images
+        self.tally.add(record)
+        self.images, self.errors = self.tally.images, self.tally.errors
         if "error" not in record and record["places"] is not None:
-            self.draw.offer(group(record), record)
+            self.draw.offer(attack_group(record), record)
 
 
 def refute(
@@ -135,8 +134,8 @@ def refute(
     batch_size: int | None = None,
     progress: Progress | None = None,
     mix_versions: bool = False,
-) -> Outcome | None:
-    """Attack every image that has no record in the folder, and sum up; `summary["refuted"]` must be empty.
+) -> Outcome[AttackSummary] | None:
+    """Attack every image that has no record in the folder, and sum up; `summary.refuted` must be empty.
 
     `mix_versions` resumes a run that other versions of patchguard or torch began. Returns None in every process of a
     torchrun but the first.
@@ -146,13 +145,13 @@ def refute(
     folder, first = Folder(path), runtime.rank() == 0
     check = partial(check_images, folder, job.source)
     with open_run(folder, _stamp(job, settings), check, mix_versions=mix_versions) as barrier:
-        complete = folder.summary()
+        complete = folder.summary(AttackSummary)
         if complete is not None:
             return Outcome(complete, already_complete=True) if first else None
         _make_folder(path / "attacked")
         engine.resume(folder, _Refuter(trial, engine, path).answer, progress)
         barrier()
-        return Outcome(_finish(engine, folder, settings), already_complete=False) if first else None
+        return Outcome(_finish(engine, folder), already_complete=False) if first else None
 
 
 def _make_folder(path: Path) -> None:
@@ -162,36 +161,29 @@ def _make_folder(path: Path) -> None:
         raise InputError(f"`--out` must be a folder to write in; got {path}: {error.strerror}.") from None
 
 
-def _stamp(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kind": "attack",
-        "model_file": job.model_file,
-        "settings": {**settings, "shards": runtime.world_size()},
-        "environment": runtime.describe_environment(),
-        "version": __version__,
-    }
+def _stamp(job: Job, settings: AttackSettings) -> Run:
+    return Run(
+        kind="attack",
+        model_file=job.model_file,
+        settings=to_plain(settings),
+        environment=runtime.describe_environment(),
+        version=__version__,
+    )
 
 
-def _finish(engine: Engine[Hunt], folder: Folder, settings: dict[str, Any]) -> dict[str, Any]:
+def _finish(engine: Engine[Hunt], folder: Folder) -> AttackSummary:
     """Sum up the records of all shards. The summary comes last: where it is, everything else is."""
-    numbers = measure(folder.records(), settings)
-    check_complete(numbers["images"], numbers["errors"], engine.job, folder, "attacked")
-    hunt = Hunt(settings)
+    run = read_run(folder.path)
+    hunt = Hunt(convert(run.settings, AttackSettings, folder.path / "run.json"))
     for record in folder.records():
         hunt.add(record)
-    chosen = hunt.draw.taken(GROUPS)
+    check_complete(hunt, engine.job, folder, "attacked")
+    chosen = hunt.draw.taken(ATTACK_GROUPS)
     plans = [engine.plan((record["size"][0], record["size"][1])) for _, record in chosen]
     with worker_pool(engine.workers) as pool:
         view = partial(_view, engine, folder.path)
         attack_gallery.save(folder, chosen, list(pool.map(view, [record for _, record in chosen], plans)))
-    stamp = folder.run() or {}
-    summary = {
-        "format": FORMAT,
-        **numbers,
-        "seconds": engine.seconds(numbers["images"]),
-        "settings": stamp["settings"],
-        "environment": stamp["environment"],
-    }
+    summary = hunt.tally.summarize(seconds=engine.seconds(hunt.images), environment=run.environment)
     folder.write("summary.json", summary)
     return summary
 
@@ -314,7 +306,7 @@ class _Refuter:
         if record["places"] is None:
             return
         with self.engine.lock:
-            wanted = self.engine.counts.draw.wants(group(record), record["index"])
+            wanted = self.engine.counts.draw.wants(attack_group(record), record["index"])
         if wanted:
             atomic.write_bytes(self.path / "attacked" / f"{record['index']:06d}.png", encode_png(pixels), durable=False)
 
@@ -348,7 +340,7 @@ class _Refuter:
                 "format": FORMAT,
                 "record": record,
                 "labels_alone": [int(each.label) for each in alone],  # of the two files, each in a batch of its own
-                "settings": self.trial.settings(),
+                "settings": to_plain(self.trial.settings()),
                 "environment": runtime.describe_environment(),
                 "repeat": self.trial.repeat_command(record["index"]),
                 "see": self.trial.predict_command(f"{name}-attacked.png") if task.masks == "own" else None,

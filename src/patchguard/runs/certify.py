@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 from patchguard import __version__, runtime
 from patchguard.data.decode import Unreadable
@@ -24,11 +24,12 @@ from patchguard.runs.engine import (
     worker_pool,
 )
 from patchguard.runs.job import Job, WrittenPatch
-from patchguard.runs.metrics import Tally, make_summary, summarise
+from patchguard.runs.metrics import CertifyTally
 from patchguard.runs.records import Folder, Record
+from patchguard.runs.summary import CertifySettings, CertifySummary, Run, convert, read_run, to_plain
 from patchguard.storage.certificate_file import Packer, image_digest
 
-Progress = Callable[[Tally], None]
+Progress = Callable[[CertifyTally], None]
 
 
 def certify(
@@ -39,13 +40,13 @@ def certify(
     batch_size: int | None = None,
     progress: Progress | None = None,
     mix_versions: bool = False,
-) -> Outcome | None:
+) -> Outcome[CertifySummary] | None:
     """Certify every image of the job that has no record in the folder, and sum up.
 
     `mix_versions` resumes a run that other versions of patchguard or torch began. Returns None in every process of a
     torchrun but the first.
     """
-    engine = Engine(job, Tally(job.settings()), *resolve_device(job, device, batch_size))
+    engine = Engine(job, CertifyTally(job.settings()), *resolve_device(job, device, batch_size))
     folder, first = Folder(path), runtime.rank() == 0
     files = None if job.certificates is None else CertificateFolder(job.certificates)
 
@@ -56,7 +57,7 @@ def certify(
 
     others = [] if files is None else [files.path]
     with open_run(folder, _stamp(job), check, others=others, mix_versions=mix_versions) as barrier:
-        complete = folder.summary()
+        complete = folder.summary(CertifySummary)
         if complete is not None:
             return Outcome(complete, already_complete=True) if first else None
         engine.resume(folder, _Certifier(engine, files).answer, progress)
@@ -66,7 +67,7 @@ def certify(
 
 def predict(job: Job, *, proofs: bool = True, device: str = "auto", batch_size: int | None = None) -> Iterator[Record]:
     """Yield name and label of every image as they are done, and its `proofs`; nothing is written."""
-    engine = Engine(job, Tally(job.settings()), *resolve_device(job, device, batch_size), "labeled")
+    engine = Engine(job, CertifyTally(job.settings()), *resolve_device(job, device, batch_size), "labeled")
     for work in engine.plan_batches(split_into_blocks(len(job.source), engine.batch_size)):
         if isinstance(work, list):
             yield from (engine.describe(failure) for failure in work)
@@ -81,37 +82,40 @@ def predict(job: Job, *, proofs: bool = True, device: str = "auto", batch_size: 
             yield {**engine.identify(batch.indices[row]), "size": list(batch.size), "label": label, "patches": entries}
 
 
-def _stamp(job: Job) -> dict[str, Any]:
+def _stamp(job: Job) -> Run:
     patches = {
         patch.key: {"text": patch.text, "percent": None if patch.fraction is None else float(patch.fraction * 100)}
         for patch in job.patches
     }
-    return {
-        "kind": "certify",
-        "model_file": job.model_file,
-        "settings": {**job.settings(), "shards": runtime.world_size()},
-        "patches": patches,
-        "environment": runtime.describe_environment(),
-        "version": __version__,
-    }
+    return Run(
+        kind="certify",
+        model_file=job.model_file,
+        settings=to_plain(job.settings()),
+        patches=patches,
+        environment=runtime.describe_environment(),
+        version=__version__,
+    )
 
 
-def _finish(engine: Engine[Tally], folder: Folder) -> dict[str, Any]:
+def _finish(engine: Engine[CertifyTally], folder: Folder) -> CertifySummary:
     """Sum up the records of all shards. The summary comes last: where it is, everything else is."""
-    settings = engine.job.settings()
-    numbers = summarise(folder.records(), settings)
-    check_complete(numbers["images"], numbers["errors"], engine.job, folder, "certified")
+    run = read_run(folder.path)
+    settings = convert(run.settings, CertifySettings, folder.path / "run.json")
+    tally = CertifyTally(settings)
+    for record in folder.records():
+        tally.add(record)
+    check_complete(tally, engine.job, folder, "certified")
     chosen = gallery.choose(folder.records(), settings)
     plans = [engine.plan((record["size"][0], record["size"][1])) for _, record in chosen]
     with worker_pool(engine.workers) as pool:
         views = pool.map(lambda record, plan: _view(engine, record, plan), [record for _, record in chosen], plans)
         gallery.save(folder, chosen, list(views))
-    summary = make_summary(numbers, folder.run() or {}, engine.seconds(numbers["images"]))
+    summary = tally.summarize(seconds=engine.seconds(tally.images), environment=run.environment)
     folder.write("summary.json", summary)
     return summary
 
 
-def _view(engine: Engine[Tally], record: Record, plan: Plan | str) -> gallery.View | None:
+def _view(engine: Engine[CertifyTally], record: Record, plan: Plan | str) -> gallery.View | None:
     """Return what the gallery shows of a recorded image; None if its file has changed or gone since."""
     try:
         image = engine.job.source.read(record["index"])
@@ -132,7 +136,7 @@ def _view(engine: Engine[Tally], record: Record, plan: Plan | str) -> gallery.Vi
 class _Certifier:
     """Turns batches into records, and writes their certificate files; called by several threads at once."""
 
-    engine: Engine[Tally]
+    engine: Engine[CertifyTally]
     files: CertificateFolder | None
     packers: OrderedDict[tuple[tuple[int, int], str], Packer] = field(default_factory=OrderedDict)
 

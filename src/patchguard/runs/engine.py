@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from queue import Empty, Full, Queue
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, final, runtime_checkable
+from typing import Generic, Protocol, TypeAlias, TypeVar, final, runtime_checkable
 
 import torch
 from jaxtyping import Float, UInt8
@@ -30,6 +30,7 @@ from patchguard.errors import InputError
 from patchguard.guard import Examination, Plan
 from patchguard.runs.job import Job
 from patchguard.runs.records import Appender, Folder, Record, lock_folder
+from patchguard.runs.summary import Run, Schema, Seconds
 from patchguard.storage.certificate_file import image_digest
 
 BATCH_SIZE = {"cpu": 16, "cuda": 512}
@@ -45,6 +46,7 @@ class Counts(Protocol):
     """What grows with every record and tells how far a run is."""
 
     images: int
+    errors: int
 
     def add(self, record: Record) -> None:
         """Count one record."""
@@ -55,17 +57,17 @@ Counted = TypeVar("Counted", bound=Counts)
 
 @final
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(Generic[Schema]):
     """A complete run: its summary, and whether it was already complete when it was started."""
 
-    summary: dict[str, Any]
+    summary: Schema
     already_complete: bool
 
 
 @contextmanager
 def open_run(
     folder: Folder,
-    stamp: dict[str, Any],
+    run: Run,
     check: Callable[[], None],
     *,
     others: Sequence["os.PathLike[str]"] = (),
@@ -84,7 +86,7 @@ def open_run(
         for other in others:
             stack.enter_context(lock_folder(other, rank))
         if rank == 0:
-            folder.begin(stamp, check, mix_versions=mix_versions)
+            folder.begin(run, check, mix_versions=mix_versions)
             barrier()
         yield barrier
 
@@ -101,7 +103,7 @@ def resolve_device(job: Job, device: str, batch_size: int | None) -> tuple[torch
     return chosen, size
 
 
-def check_complete(images: int, errors: int, job: Job, folder: Folder, verb: str) -> None:
+def check_complete(tally: Counts, job: Job, folder: Folder, verb: str) -> None:
     """Raise unless the records are those of all images, each once, and at least one could be certified or attacked."""
     recorded = folder.mark_recorded(len(job.source))
     if not all(recorded):
@@ -109,10 +111,10 @@ def check_complete(images: int, errors: int, job: Job, folder: Folder, verb: str
             f"{folder.path} holds {sum(recorded)} records for {len(job.source)} images. "
             "Remove the folder and start the run again."
         )
-    if errors == images:
+    if tally.errors == tally.images:
         record = next(record for record in folder.records() if "error" in record)
         raise InputError(
-            f"none of the {images} images can be {verb}: {record['name']} {record['error']}. "
+            f"none of the {tally.images} images can be {verb}: {record['name']} {record['error']}. "
             "Check the images and the patch."
         )
 
@@ -269,15 +271,16 @@ class Engine(Generic[Counted]):
         """Batches that are worked on at once: on a CPU as many as threads are allowed, on a GPU two."""
         return torch.get_num_threads() if self.device.type == "cpu" else 2
 
-    def seconds(self, images: int) -> dict[str, float | None]:
+    def seconds(self, images: int) -> Seconds:
         """Return how long this start of the run took, how much of it the network, and the rate of all processes.
 
         The time of the network is the mean over the workers.
         """
         total = time.perf_counter() - self.began
         new = images - self.recorded_before
+        rate = new / total if new else None
         network = round(self.network_seconds / self.workers, 3)
-        return {"total": round(total, 3), "network": network, "images_per_second": new / total if new else None}
+        return Seconds(total=round(total, 3), network=network, images_per_second=rate)
 
     def resume(
         self,

@@ -7,11 +7,13 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, final, get_args
 
+from patchguard import runtime
 from patchguard.data.source import Source
 from patchguard.errors import InputError
 from patchguard.guard import Guard, Plan
 from patchguard.patch import Patch, Space
 from patchguard.runs.images import align_classes, digest_source, find_usual_size
+from patchguard.runs.summary import CertifySettings, split_rule
 from patchguard.storage import zoo
 
 SMALL = 100  # pixels: below this side, the default patch is given in pixels
@@ -116,23 +118,30 @@ class Job:
         """The name and digest of the guard's file, for run.json."""
         return None if self.file is None else {"name": self.file.path.name, "digest": self.file.digest}
 
-    def settings(self) -> dict[str, Any]:
-        """Return every setting as JSON values, for run.json."""
+    def settings(self) -> CertifySettings:
+        """Return every setting, for run.json."""
+        return CertifySettings(
+            **self.shared_settings(),
+            top_k=self.top_k,
+            curve=self.curve,
+            certificates=self.certificates is not None,
+        )
+
+    def shared_settings(self) -> dict[str, Any]:
+        """Return the settings that any kind of run has."""
         return {
             "model": self.model,
             "model_digest": self.digest,
             "data": self.data,
             "data_digest": digest_source(self.source),
             "images": len(self.source),
-            "patches": [patch.key for patch in self.patches],
+            "patches": tuple(patch.key for patch in self.patches),
             "patch_space": self.patch_space,
-            **self.guard.settings(),
-            "top_k": self.top_k,
-            "curve": list(self.curve),
-            "class_names": list(self.class_names),
-            "labelled": self.source.targets is not None,
-            "certificates": self.certificates is not None,
+            **split_rule(self.guard.settings()),
+            "class_names": self.class_names,
+            "labeled": self.source.targets is not None,
             "fitted": self.fitted,
+            "shards": runtime.world_size(),
         }
 
     def plan(self, size: tuple[int, int]) -> Plan:

@@ -10,20 +10,21 @@ image is lost and none is there twice. One run at a time may write: locks that e
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+import msgspec
 from filelock import FileLock, Timeout
 
 from patchguard.errors import InputError
+from patchguard.runs.summary import FORMAT as FORMAT
+from patchguard.runs.summary import START_AGAIN, Run, Schema, flatten, read_run, read_summary, to_json
 from patchguard.storage import atomic
 
-FORMAT = 1
 LOCK = ".lock"
-START_AGAIN = "Remove the folder and start the run again."
 
 # Settings that do not change what a run records, or that follow from others and were not written by all releases.
 FREE = ("shards", "guard", "detects", "defends")
@@ -44,13 +45,18 @@ class Folder:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def run(self) -> dict[str, Any] | None:
+    def run(self) -> Run | None:
         """Return run.json, or None where no run has begun."""
-        return self._read_object("run.json")
+        return read_run(self.path) if (self.path / "run.json").exists() else None
 
-    def summary(self) -> dict[str, Any] | None:
-        """Return summary.json, or None where the run is not complete."""
-        return self._read_object("summary.json")
+    @property
+    def finished(self) -> bool:
+        """Whether the run is finished."""
+        return (self.path / "summary.json").exists()
+
+    def summary(self, schema: type[Schema]) -> Schema | None:
+        """Return summary.json, or None where the run is not finished."""
+        return read_summary(self.path, schema) if self.finished else None
 
     def records(self) -> Iterator[Record]:
         """Yield the records, one at a time; a torn last line is passed over."""
@@ -89,23 +95,6 @@ class Folder:
                     "Give another --out to start again."
                 )
 
-    def _read_object(self, name: str) -> dict[str, Any] | None:
-        try:
-            content = (self.path / name).read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise InputError(f"{self.path / name} cannot be read: {error.strerror}.") from None
-        try:
-            value = json.loads(content)
-        except ValueError as error:
-            raise InputError(f"{self.path / name} is damaged: {error}. {START_AGAIN}") from None
-        if not isinstance(value, dict) or value.get("format") != FORMAT:
-            raise InputError(
-                f"{self.path / name} must have format {FORMAT}; this release reads no other. {START_AGAIN}"
-            )
-        return value
-
     # -- writing -------------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -118,9 +107,7 @@ class Folder:
         with lock_folder(self.path, rank):
             yield
 
-    def begin(
-        self, run: Mapping[str, Any], check: Callable[[], None] = lambda: None, *, mix_versions: bool = False
-    ) -> None:
+    def begin(self, run: Run, check: Callable[[], None] = lambda: None, *, mix_versions: bool = False) -> None:
         """Write run.json, or check that the run that is already here has the same settings and versions.
 
         `check` is called before anything is written, once the settings are known to be the same. `mix_versions` lets
@@ -128,17 +115,17 @@ class Folder:
         """
         there = self.run()
         if there is None:
-            if self.shards() or self.summary() is not None:
+            if self.shards() or self.finished:
                 raise InputError(f"{self.path} holds records without run.json. {START_AGAIN}")
             check()
-            self.write("run.json", {"format": FORMAT, **run})
+            self.write("run.json", run)
             return
-        if there.get("kind") != run.get("kind"):
+        if there.kind != run.kind:
             raise InputError(
-                f"{self.path} holds a run of another kind: {there.get('kind')}, not {run.get('kind')}. "
+                f"{self.path} holds a run of another kind: {there.kind}, not {run.kind}. "
                 "Give another --out, or remove that folder."
             )
-        before, now = there["settings"], run["settings"]
+        before, now = dict(flatten(there.settings)), dict(flatten(run.settings))
         names = [name for name in {**before, **now} if name not in FREE and before.get(name) != now.get(name)]
         if names:
             told = "; ".join(
@@ -147,14 +134,14 @@ class Folder:
             raise InputError(
                 f"{self.path} holds a run with other settings: {told}. Give another --out, or remove that folder."
             )
-        mixed = None if self.summary() is not None else self._mix_versions(there, run, allowed=mix_versions)
+        mixed = None if self.finished else self._mix_versions(there, run, allowed=mix_versions)
         check()
         if mixed is not None:
             self.write("run.json", mixed)
 
-    def _mix_versions(self, there: dict[str, Any], run: Mapping[str, Any], *, allowed: bool) -> dict[str, Any] | None:
+    def _mix_versions(self, there: Run, run: Run, *, allowed: bool) -> Run | None:
         """Return run.json with the versions of this start, too; None where they are known already."""
-        before, now = there.get("environment") or {}, run.get("environment") or {}
+        before, now = there.environment, run.environment
         new = {
             name: (str(before[name]), str(now[name]))
             for name in VERSIONS
@@ -169,7 +156,7 @@ class Folder:
                 "Give --mix-versions to resume it anyway, or another --out to start again."
             )
         both = {name: f"{old}{AND}{other}" for name, (old, other) in new.items()}
-        return {**there, "environment": {**before, **both}}
+        return msgspec.structs.replace(there, environment={**before, **both})
 
     @contextmanager
     def open_shard(self, number: int) -> Iterator["Appender"]:
@@ -184,9 +171,9 @@ class Folder:
             with atomic.explain_failure(path):
                 os.fsync(file.fileno())
 
-    def write(self, name: str, value: Mapping[str, Any] | list[Any]) -> None:
+    def write(self, name: str, value: Any) -> None:
         """Write a JSON file, all or nothing."""
-        atomic.write_json(self.path / name, value)
+        atomic.write_bytes(self.path / name, to_json(value).encode())
 
     def write_bytes(self, name: str, content: bytes, *, durable: bool = True) -> None:
         """Write a file, all or nothing; `durable` waits until it would survive a power failure, too."""

@@ -1,50 +1,23 @@
-"""Guards by name and as files: build, list, save, load.
+"""Guards by name: list, build, load. What a file holds is in model_file.py."""
 
-A file is one safetensors archive. Its metadata holds, as JSON, everything else that makes a guard: the network's name
-and settings, class names, preprocessing, evidence, defense with its masks, the training recipe; and a SHA-256 digest
-over all of it. The digest detects damage; it does not say who wrote the file.
-"""
-
-import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-
-from patchguard import __version__, models
+from patchguard import models
 from patchguard.defenses import Undefended
-from patchguard.defenses import serialization as config
 from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError, nearest
 from patchguard.geometry.preprocess import Preprocess
-from patchguard.guards.identity import FORMAT, canonical, collect_tensors, digest_tensors
-from patchguard.guards.interval import INTERVAL, IntervalGuard
+from patchguard.guard import Guard
 from patchguard.guards.local import LocalGuard
-from patchguard.models.base import LocalModel
-from patchguard.models.interval_cnn import IntervalCnn
 from patchguard.patch import Patch
+from patchguard.storage.model_file import inspect as inspect
+from patchguard.storage.model_file import read
+from patchguard.storage.model_file import save as save
 from patchguard.storage.presets import PRESETS
-
-ENTRIES = ("format", "patchguard", "model", "class_names", "preprocess", "evidence", "defense", "recipe", "half")
-CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"  # files that come with the package
-CLONE = Path(__file__).parents[3] / "zoo"  # other published files, in a clone of the repository
-FOLDER = "PATCHGUARD_ZOO"  # the environment variable that names one more folder of files
-
-# Trained models with a page of their own in docs/models.
-PUBLISHED = (
-    "cifar10",
-    "cifar10_mask_srf",
-    "cifar10_mask_ds",
-    "cifar10_mask_bn17",
-    "cifar10_resnet18",
-    "imagenette_bn17",
-)
+from patchguard.storage.published_models import PUBLISHED, SUFFIX, download_model, model_folders
 
 # Side of the images that a network is usually run on.
 SIZES = {
@@ -53,7 +26,7 @@ SIZES = {
     "ds_resnet50": 299,
 }
 
-Kind = Literal["checkpoint", "preset", "network"]
+Kind = Literal["checkpoint", "published", "preset", "network"]
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------
@@ -62,7 +35,10 @@ Kind = Literal["checkpoint", "preset", "network"]
 @final
 @dataclass(frozen=True)
 class Entry:
-    """One name of the zoo. A checkpoint has trained weights; a preset and a network start from random ones."""
+    """One name of the zoo. A checkpoint has trained weights; a preset and a network start from random ones.
+
+    A published checkpoint that is not on this machine yet is of the kind "published".
+    """
 
     name: str
     kind: Kind
@@ -71,17 +47,23 @@ class Entry:
 
 def available() -> list[Entry]:
     """Return every name that `build`, `load` or the command line knows, with one line about each."""
-    trained = [Entry(path.stem, "checkpoint", f"trained {_described(path)}") for path in checkpoints()]
+    trained = [Entry(path.stem, "checkpoint", f"trained {_describe(path)}") for path in checkpoints()]
+    here = {entry.name for entry in trained}
+    elsewhere = [
+        Entry(name, "published", f"trained, {model.size / 1e6:.0f} MB: patchguard models --download {name}")
+        for name, model in PUBLISHED.items()
+        if name not in here
+    ]
     presets = [Entry(name, "preset", preset.description) for name, preset in PRESETS.items()]
     networks = []
     for name, factory in models.REGISTRY.items():
         line = (factory.__doc__ or "").strip().splitlines()[0].removeprefix("Return ").rstrip(".")
         networks.append(Entry(name, "network", line))
-    return [*trained, *presets, *networks]
+    return [*trained, *elsewhere, *presets, *networks]
 
 
 def build(name: str, *, patch: Patch | None = None, **settings: Any) -> LocalGuard[Any]:
-    """Return a preset with freshly initialised weights, or a network of the registry without a defense.
+    """Return a preset with freshly initialized weights, or a network of the registry without a defense.
 
     `settings` replace the network's own (such as `classes` or `width`). The masks of a preset fit its own patch, or
     `patch` if given, in the space that the preset names.
@@ -95,21 +77,21 @@ def build(name: str, *, patch: Patch | None = None, **settings: Any) -> LocalGua
     raise InputError(f"`name` must be a preset or a network; got {name!r}. {nearest(name, known)}")
 
 
-def load(name_or_path: str | Path) -> LocalGuard[Any] | IntervalGuard:
+def load(name_or_path: str | Path) -> Guard:
     """Return the LocalGuard in a file, or the trained one of this name that comes with the package.
 
     A path has a separator or a suffix (`./mine`, `mine.safetensors`); anything else is a name, also where a file or
     folder of that name exists.
     """
-    return _read(_located(name_or_path))
+    return read(_locate(name_or_path))
 
 
 def load_guard(name_or_path: str | Path) -> LocalGuard[Any]:
-    """Return the same for callers that look at cells; refuse an `IntervalGuard`, which has none."""
+    """Return the same for callers that look at cells; refuse guards that have none."""
     guard = load(name_or_path)
-    if isinstance(guard, IntervalGuard):
+    if not isinstance(guard, LocalGuard):
         raise InputError(
-            f"`{name_or_path}` has no cells to look at: it is certified by interval bounds. Use it in Python: "
+            f"`{name_or_path}` has no cells to look at. Use it in Python: "
             f"patchguard.load({str(name_or_path)!r}).certify(images, patch)."
         )
     return guard
@@ -138,7 +120,7 @@ def file_of(name_or_path: str | Path) -> ModelFile | None:
     name = str(name_or_path)
     if name in PRESETS or name in models.REGISTRY:
         return None
-    path = _located(name_or_path)
+    path = _locate(name_or_path)
     return ModelFile(path, inspect(path)["digest"])
 
 
@@ -148,7 +130,7 @@ def usual_size(name: str) -> tuple[int, int]:
         return PRESETS[name].source_size
     if name in SIZES:
         return SIZES[name], SIZES[name]
-    _located(name)
+    _locate(name)
     raise InputError(f"a file does not say what images it is for; give the size of yours beside `{name}`.")
 
 
@@ -168,7 +150,7 @@ def named_file(name: str) -> Path | None:
     first = next((path for path in checkpoints() if path.stem == name), None)
     if first is None:
         return None
-    for path in (folder / first.name for folder in _folders()):
+    for path in (folder / first.name for folder in model_folders()):
         if path.is_file() and (digest := _claimed_digest(path)) != (ours := _claimed_digest(first)):
             raise InputError(
                 f"{name!r} names two different models: {first} with digest {ours[:16]} and {path} with {digest[:16]}. "
@@ -185,7 +167,7 @@ def _claimed_digest(path: Path) -> str:
     return claimed
 
 
-def _located(name_or_path: str | Path) -> Path:
+def _locate(name_or_path: str | Path) -> Path:
     path, name = Path(name_or_path), str(name_or_path)
     if is_path(name_or_path):
         if path.is_file():
@@ -199,12 +181,9 @@ def _located(name_or_path: str | Path) -> Path:
             f"{name!r} has no trained weights here. Train some (`patchguard train --list`), or name a checkpoint that "
             f"`patchguard models` lists; `zoo.build({name!r})` makes fresh ones."
         )
-    known = [*(each.stem for each in checkpoints()), *PUBLISHED, *PRESETS, *models.REGISTRY]
     if name in PUBLISHED:
-        raise InputError(
-            f"the weights of {name!r} are not here: they lie in the folder zoo of the repository, not in the package. "
-            f"Clone it, or put {name}.safetensors into a folder and set {FOLDER} to that folder."
-        )
+        return download_model(name)
+    known = [*(each.stem for each in checkpoints()), *PUBLISHED, *PRESETS, *models.REGISTRY]
     if name == "imagenette_resnet50":
         raise InputError(
             f"{name!r} is made of the weights of a ResNet-50 of your own: python -m patchguard.training.pretrained "
@@ -217,166 +196,19 @@ def _located(name_or_path: str | Path) -> Path:
 
 def checkpoints() -> list[Path]:
     """Return the files with a name of their own: ours first, then those that the user put aside."""
-    found: dict[str, Path] = {}
-    for folder in _folders():
-        for path in sorted(folder.glob("*.safetensors")):
-            found.setdefault(path.stem, path)
-    return list(found.values())
+    files: dict[str, Path] = {}
+    for folder in model_folders():
+        for path in sorted(folder.glob(f"*{SUFFIX}")):
+            files.setdefault(path.stem, path)
+    return list(files.values())
 
 
-def _folders() -> list[Path]:
-    chosen = os.environ.get(FOLDER)
-    return [CHECKPOINTS, CLONE, *([Path(chosen)] if chosen else [])]
-
-
-def _described(path: Path) -> str:
+def _describe(path: Path) -> str:
     settings = inspect(path)
     return f"{settings['model']['name']} with {settings['defense']['name']}"
 
 
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-def save(
-    guard: LocalGuard[Any] | IntervalGuard,
-    path: str | Path,
-    *,
-    recipe: Mapping[str, Any] | None = None,
-    half: bool = False,
-) -> None:
-    """Write the LocalGuard to one file, all or nothing.
-
-    `half` stores weights as float16, in half the space; they are float32 again after loading, but rounded. `recipe`
-    is kept as it is: any JSON object that says how the weights were trained.
-    """
-    path = Path(path)
-    settings = _config(guard, recipe, half)
-    tensors = collect_tensors(guard.model, half=half)
-    _check_shapes(_empty(settings["model"]), {name: tuple(tensor.shape) for name, tensor in tensors.items()})
-    written = canonical(settings)
-    metadata = {"patchguard": written, "digest": digest_tensors(tensors, written)}
-    if not path.parent.is_dir():
-        raise InputError(f"the folder of `path` must exist; got {path}. Make it first.")
-    # Under its final name a file is always complete.
-    draft = path.with_name(f".{path.name}.{os.getpid()}.draft")
-    try:
-        save_file(tensors, draft, metadata=metadata)
-        os.replace(draft, path)
-    finally:
-        with suppress(FileNotFoundError):
-            draft.unlink()
-
-
-def inspect(path: str | Path) -> dict[str, Any]:
-    """Return the settings in a file, with its digest, without building the network or reading its tensors."""
-    with _opened(Path(path)) as archive:
-        settings, _, claimed = _metadata(archive, Path(path))
-    return {**settings, "digest": claimed}
-
-
 def recipe(name_or_path: str | Path) -> dict[str, Any] | None:
     """Return how the weights behind a name or path were trained, as their file says it, if it does."""
-    found: dict[str, Any] | None = inspect(_located(name_or_path))["recipe"]
-    return found
-
-
-def _config(guard: LocalGuard[Any] | IntervalGuard, recipe: Mapping[str, Any] | None, half: bool) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "patchguard": __version__,
-        **guard.to_json(),
-        "recipe": None if recipe is None else dict(recipe),
-        "half": half,
-    }
-
-
-def _read(path: Path) -> LocalGuard[Any] | IntervalGuard:
-    """Check everything, then build: a file that is refused leaves nothing behind."""
-    with _opened(path) as archive:
-        settings, written, claimed = _metadata(archive, path)
-        shapes = {name: tuple(archive.get_slice(name).get_shape()) for name in archive.keys()}  # noqa: SIM118
-        expected = _empty(settings["model"])
-        _check_shapes(expected, shapes)
-        tensors = {name: archive.get_tensor(name) for name in shapes}
-    for name, like in expected.state_dict().items():
-        wanted = torch.float16 if settings["half"] and like.is_floating_point() else like.dtype
-        if tensors[name].dtype != wanted:
-            raise InputError(f"the tensor {name} in {path.name} must be {wanted}; got {tensors[name].dtype}.")
-        if like.is_floating_point() and not bool(tensors[name].isfinite().all()):
-            raise InputError(f"the tensor {name} in {path.name} must be finite; it holds NaN or infinity.")
-    if digest_tensors(tensors, written) != claimed:
-        raise InputError(f"{path.name} is damaged: its digest does not match its contents. Fetch the file again.")
-    names = tuple(config.text(name, "class_names") for name in config.sequence(settings["class_names"], "class_names"))
-    with torch.random.fork_rng(devices=[]):  # first weights are drawn at random, then replaced
-        model = models.build(settings["model"]["name"], **settings["model"]["settings"])
-    model.load_state_dict(tensors, strict=True)
-    if settings["defense"] == INTERVAL and isinstance(model, IntervalCnn):
-        return IntervalGuard(model.eval(), names)
-    preprocess = Preprocess.from_json(settings["preprocess"])
-    evidence = config.evidence_from_json(settings["evidence"])
-    defense = config.defense_from_json(settings["defense"])
-    return LocalGuard(preprocess, model.eval(), evidence, defense, names)
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise InputError(f"no file is at `{path}`.") from None
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{path.name} is not a whole safetensors file: {error}. Fetch it again.") from None
-
-
-def _metadata(archive: Any, path: Path) -> tuple[dict[str, Any], str, str]:
-    """Return the settings, their text, and the digest that the file claims."""
-    metadata = archive.metadata() or {}
-    if not {"patchguard", "digest"} <= set(metadata):
-        raise InputError(
-            f"{path.name} was not written by patchguard: it has no settings. Load bare weights into a built network."
-        )
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not a JSON number")
-
-    try:
-        settings = json.loads(metadata["patchguard"], parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"the settings in {path.name} are not JSON: {error}.") from None
-    if isinstance(settings, dict) and settings.get("format") != FORMAT:
-        raise InputError(
-            f"{path.name} has format {settings.get('format')!r}; this release reads {FORMAT}. Use a newer patchguard."
-        )
-    config.exactly(settings, "settings", ENTRIES)
-    config.flag(settings["half"], "half")
-    network = config.exactly(settings["model"], "model", ("name", "settings"))
-    config.text(network["name"], "model.name")
-    if not isinstance(network["settings"], dict):
-        raise InputError(f"`model.settings` must be an object; got {type(network['settings']).__name__}.")
-    if settings["recipe"] is not None and not isinstance(settings["recipe"], dict):
-        raise InputError(f"`recipe` must be an object or null; got {type(settings['recipe']).__name__}.")
-    return settings, metadata["patchguard"], metadata["digest"]
-
-
-def _empty(network: dict[str, Any]) -> LocalModel:
-    """Return the network without memory for its tensors, so that settings from a file can ask for any size."""
-    try:
-        with torch.device("meta"):
-            return models.build(network["name"], **network["settings"])
-    except InputError:
-        raise
-    except Exception as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError(f"`model.settings` do not make a {network['name']}: {reason}.") from None
-
-
-def _check_shapes(expected: LocalModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    wanted = {name: tuple(tensor.shape) for name, tensor in expected.state_dict().items()}
-    for problem, names in (("lacks", wanted.keys() - shapes.keys()), ("has besides", shapes.keys() - wanted.keys())):
-        if names:
-            some = ", ".join(sorted(names)[:3]) + (" and others" if len(names) > 3 else "")
-            raise InputError(
-                f"a file for {expected.name} must hold its {len(wanted)} tensors; this one {problem} {some}."
-            )
-    for name, shape in wanted.items():
-        if shapes[name] != shape:
-            raise InputError(f"the tensor {name} must have shape {list(shape)}; got {list(shapes[name])}.")
+    trained: dict[str, Any] | None = inspect(_locate(name_or_path))["recipe"]
+    return trained

@@ -176,9 +176,9 @@ def test_a_certificate_whose_windows_are_one_cell_too_small_is_refuted(run, unso
     assert (changed >= (top, left)).all()
     assert (changed < (top + tall, left + wide)).all()
     with np.load(out / "refuted" / f"{name}-evidence.npz", allow_pickle=False) as arrays:
-        moved = np.argwhere((arrays["before"] != arrays["after"]).any(0))
-        assert arrays["before"].sum((1, 2)).argmax() == record["label"]
-        assert arrays["after"].sum((1, 2)).argmax() == record["attacked"]
+        moved = np.argwhere((arrays["before_evidence"] != arrays["after_evidence"]).any(0))
+        assert arrays["before_evidence"].sum((1, 2)).argmax() == record["label"]
+        assert arrays["after_evidence"].sum((1, 2)).argmax() == record["attacked"]
     assert np.ptp(moved[:, 0]) == 3  # four rows of cells; the planted windows have three
     assert kept["labels_alone"] == [record["label"], record["attacked"]]
     assert kept["settings"]["seed"] == record["seed"] == 5

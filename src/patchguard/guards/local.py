@@ -370,7 +370,7 @@ class LocalGuard(Guard, Generic[Proof]):
         self.model.to(device)
         return self
 
-    def to_network_pixels(self, images: Images) -> Images:
+    def to_network_pixels(self, images: Images) -> Float[Tensor, "batch 3 rows columns"]:
         """Return the images as `preprocess` leaves them."""
         return self.preprocess(images)
 

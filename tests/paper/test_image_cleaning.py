@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.small_guards import random_images, randomize_weights
+from helpers.small_guards import build_once, random_images, randomize_weights
 from torch import nn
 
 from patchguard.defenses import Undefended
@@ -32,6 +32,7 @@ FITTED = [
 ]
 
 
+@build_once
 def guard() -> LocalGuard:
     model = randomize_weights(build("resnet18", classes=3, width=0.1, small_images=True))
     return LocalGuard(Preprocess(), model, Evidence(low=None), Undefended())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 from patchguard.errors import InputError
 from patchguard.runs.metrics import Share
-from patchguard.runs.records import FORMAT, Folder
+from patchguard.storage.atomic import write_bytes, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Value: TypeAlias = Share | float | int | str | None  # an int is a count
 Drawing: TypeAlias = "bytes | Callable[[], Figure]"
 
+FORMAT = 1  # of result.json
 TITLES = {
     "imagenette": "ImageNette",
     "cifar10": "CIFAR-10",
@@ -238,10 +239,9 @@ def write_result(outcome: Outcome, context: "Context") -> None:
         raise InputError(
             f"`--out` must be a folder that can be created; got {outcome.folder}: {error.strerror}."
         ) from None
-    folder = Folder(outcome.folder)
     for name, drawing in outcome.result.figures.items():
-        folder.write_bytes(f"{name}.png", to_png(drawing))
-    folder.write("result.json", outcome.to_json(context))
+        write_bytes(outcome.folder / f"{name}.png", to_png(drawing))
+    write_json(outcome.folder / "result.json", outcome.to_json(context))
 
 
 def to_png(drawing: Drawing) -> bytes:

@@ -81,7 +81,7 @@ def test_a_certified_guard_beside_keeps_at_least_what_it_certifies():
         compare(certified, images, options)
     kept = compare(bare, images, options, certified=certified)["certified"]
     assert not kept.refuted.any()
-    counts = {column: value["right"] for column, value in accuracies(kept).items()}
+    counts = {column: value.correct for column, value in accuracies(kept).items()}
     assert 0 < counts["certified"] < counts["clean"]  # both kinds are there
     assert counts["certified"] <= counts["adaptive"] <= counts["plain"] <= counts["clean"]
 

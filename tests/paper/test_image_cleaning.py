@@ -121,7 +121,7 @@ def test_only_dense_regions_survive_thresholding():
     values = torch.rand(1, 32, 32, generator=torch.Generator().manual_seed(0)) * 0.5
     values[0, 8:14, 20:26] = 1.0
     values[0, 2, 3] = 1.0  # alone
-    region = dense_region(values, share=37 / 1024, radius=1)[0]
+    region = dense_region(values, fraction=37 / 1024, radius=1)[0]
     assert region[8:14, 20:26].all()
     assert not region[:5].any()
     assert int(region.sum()) <= 8 * 8
@@ -199,7 +199,7 @@ def test_a_cleaning_certifies_nothing_and_says_why(cleaning):
         (LocalGradientSmoothing, {"window": 3, "overlap": 3}),
         (LocalGradientSmoothing, {"threshold": 1.0}),
         (LocalGradientSmoothing, {"surrogate": "none"}),
-        (DigitalWatermarking, {"share": 0.0}),
+        (DigitalWatermarking, {"fraction": 0.0}),
         (DigitalWatermarking, {"radius": 0}),
     ],
 )

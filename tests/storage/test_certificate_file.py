@@ -179,7 +179,8 @@ def test_floats_are_taken_if_they_are_8_bit_pixels(tmp_path):
     certificate_file.write(tmp_path / "float.pgc", srf_guard(), pixels.float() / 255, Patch(2))
     assert (tmp_path / "whole.pgc").read_bytes() == (tmp_path / "float.pgc").read_bytes()
     assert torch.equal(eight_bit(pixels.double() / 255), pixels)
-    for wrong in (pixels[None], pixels.long(), pixels.float(), torch.full((3, 4, 4), 0.3)):
+    above, below = (torch.full((3, 4, 4), whole / 255) for whole in (256, -1))
+    for wrong in (pixels[None], pixels.long(), pixels.float(), torch.full((3, 4, 4), 0.3), above, below):
         with pytest.raises(InputError, match="`image` must"):
             eight_bit(wrong)
 

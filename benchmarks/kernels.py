@@ -90,7 +90,7 @@ def pictures(name: str, count: int) -> Tensor:
 
 def attack(guard: LocalGuard[Any], clean: Tensor, side: int, steps: int, seed: int) -> Attacked:
     """Return the images with random and with grown patches at random places."""
-    generator = runtime.generator(seed, len(clean))
+    generator = runtime.make_generator(seed, len(clean))
     height, width = clean.shape[2:]
     tops = torch.randint(height - side + 1, (len(clean),), generator=generator).tolist()
     lefts = torch.randint(width - side + 1, (len(clean),), generator=generator).tolist()
@@ -99,7 +99,7 @@ def attack(guard: LocalGuard[Any], clean: Tensor, side: int, steps: int, seed: i
         inside[image, :, top : top + side, left : left + side] = True
     noise = torch.randint(2, clean.shape, generator=generator).float()
     random = torch.where(inside, noise, clean)
-    device = runtime.placement(guard.model)[0]
+    device = runtime.device_and_dtype(guard.model)[0]
     chunk = CHUNK[device.type]
     parts = zip(random.split(chunk), inside.split(chunk), strict=True)
     grown = torch.cat([grow(guard, part.to(device), places.to(device), steps).cpu() for part, places in parts])
@@ -121,7 +121,7 @@ def grow(guard: LocalGuard[Any], images: Tensor, inside: Tensor, steps: int) -> 
 
 def moved(logits: Callable[[Tensor], Tensor], attacked: Attacked, field: Field) -> dict[str, dict[str, Any]]:
     """Return, per content, in how many images a cell moved that does not read the patch, and how far at most."""
-    outside = ~torch.from_numpy(np.stack([field.touched(box) for box in attacked.boxes]))
+    outside = ~torch.from_numpy(np.stack([field.touched_cells(box) for box in attacked.boxes]))
     expected = logits(attacked.clean).cpu().double()
     results = {}
     for content, patched in attacked.patched.items():
@@ -194,7 +194,7 @@ def kernels(guard: LocalGuard[Any], attacked: Attacked, field: Field, batch: int
 def through_guard(guard: LocalGuard[Any], attacked: Attacked, field: Field) -> dict[str, Any]:
     """Return what moves in the logits that certificates and answers are made of."""
     size = guard.preprocess.output_size(*attacked.clean.shape[2:])
-    pixels = guard.preprocess(attacked.clean[:8].to(runtime.placement(guard.model)[0]))
+    pixels = guard.preprocess(attacked.clean[:8].to(runtime.device_and_dtype(guard.model)[0]))
     return {
         **moved(guard.local_logits, attacked, field),
         "change_with_batch_size": change_with_batch_size(guard.model.program(*size), pixels),
@@ -219,7 +219,7 @@ def load_patches(path: Path | None, name: str, guard: LocalGuard[Any], settings:
 
 def measure(name: str, settings: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any] | None, Tensor]:
     """Return the figures of one model through its guard and, on a GPU, per kernels; and its logits of the images."""
-    guard, device = zoo.load_guard(name), runtime.choose_device(settings.device)
+    guard, device = zoo.load_guard(name), runtime.resolve_device(settings.device)
     guard.model.to(device)
     attacked = load_patches(settings.patches, name, guard, settings)
     field = guard.field(*attacked.clean.shape[2:])
@@ -292,7 +292,7 @@ def main() -> None:
     parser.add_argument("--logits", type=Path, help="file to write the compared logits of the last model to")
     settings = parser.parse_args()
 
-    report: dict[str, Any] = {"environment": runtime.environment(), "processor": processor()}
+    report: dict[str, Any] = {"environment": runtime.describe_environment(), "processor": processor()}
     if settings.instruction_sets:
         report["instruction_sets"] = measure_sets(settings)
     else:

@@ -1,4 +1,4 @@
-"""Where and how computations run: device, processes, seeds, precision, and the stamp that a result carries."""
+"""Where and how computations run: device, processes, precision, seeds, and the environment that a result records."""
 
 import gc
 import os
@@ -20,9 +20,9 @@ from patchguard.errors import InputError
 
 _cudnn: Any = torch.backends.cudnn
 _mkldnn: Any = torch.backends.mkldnn
-# Images in one call of a network: above 65,535 torch picks other kernels on GPUs, and no one graph would hold for all.
+# Images in one call of a network: above 65,535 torch picks other kernels on GPUs, and one graph would not fit all.
 LARGEST_BATCH = 2**15
-_PATIENCE = timedelta(hours=6)  # others wait so long while the first process measures or writes
+_TIMEOUT = timedelta(hours=6)  # how long the others wait while the first process measures or writes
 
 # -- device ------------------------------------------------------------------------------------------------------------
 
@@ -34,12 +34,12 @@ def resolve_device(name: str = "auto") -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InputError(f"`device` must be auto, cpu, cuda or cuda:1 and the like; got {name!r}.") from None
+        raise InputError(f"`device` must be auto, cpu, cuda, or a numbered GPU such as cuda:1; got {name!r}.") from None
     if device.type not in ("cpu", "cuda"):
-        raise InputError(f"`device` must be auto, cpu, cuda or cuda:1 and the like; got {name!r}.")
+        raise InputError(f"`device` must be auto, cpu, cuda, or a numbered GPU such as cuda:1; got {name!r}.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise InputError(
-            f"`device` must be one that torch finds here; got {name!r} with {torch.cuda.device_count()} GPUs. Use cpu."
+            f"`device` must be available on this machine; got {name!r} with {torch.cuda.device_count()} GPUs. Use cpu."
         )
     return device
 
@@ -58,12 +58,12 @@ def device_and_dtype(module: object) -> tuple[torch.device, torch.dtype]:
 
 
 def rank() -> int:
-    """Return the number of this process among those that torchrun started, 0 for a process alone."""
+    """Return the rank of this process among those that torchrun started; 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """Return how many processes torchrun started, 1 for a process alone."""
+    """Return how many processes torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -71,7 +71,7 @@ def world_size() -> int:
 def process_group(device: torch.device) -> Iterator[torch.device]:
     """Join the processes that torchrun started, over gloo on CPUs and nccl on GPUs; yield the device of this one.
 
-    Alone, it does nothing. All processes leave together.
+    Without torchrun it does nothing. All processes leave together.
     """
     if world_size() == 1:
         yield device
@@ -79,7 +79,7 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
     try:
         yield device
         broadcast_from_first(0.0, device)
@@ -90,7 +90,7 @@ def process_group(device: torch.device) -> Iterator[torch.device]:
 
 
 def broadcast_from_first(value: int | float, device: torch.device) -> int | float:
-    """Return the value that the first process has, in all of them."""
+    """Return the value of the first process, in all of them."""
     if world_size() == 1:
         return value
     shared = torch.tensor([value], dtype=torch.float64, device=device)
@@ -109,7 +109,7 @@ def average_over_processes(tensor: Tensor) -> None:
 def barrier_group() -> Iterator[Callable[[], None]]:
     """Join the processes that torchrun started; yield a barrier, at which each waits for all others.
 
-    A single process joins nobody and waits for nobody.
+    Without torchrun the barrier does nothing.
     """
     if world_size() == 1:
         yield lambda: None
@@ -144,14 +144,14 @@ def eval_mode(module: object) -> Iterator[None]:
 
 @contextmanager
 def frozen_parameters(module: nn.Module) -> Iterator[None]:
-    """Let no gradient flow to the parameters of what is computed inside."""
-    learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    """Turn off gradients to the parameters of a module."""
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     try:
-        for parameter in learning:
+        for parameter in trainable:
             parameter.requires_grad_(False)
         yield
     finally:
-        for parameter in learning:
+        for parameter in trainable:
             parameter.requires_grad_(True)
 
 
@@ -173,7 +173,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
 
 class _Precision:
-    """The switches belong to the process: the first who enters turns them off, the last who leaves restores them."""
+    """The switches are global: the first thread to enter turns them off, the last to leave restores them."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -184,7 +184,7 @@ class _Precision:
         with self.lock:
             self.inside += 1
             if self.inside == 1:
-                self.restore = [_exact_products(), _exact_convolutions(), _unmixed_cells()]
+                self.restore = [_disable_reduced_matmul(), _disable_tf32_convolutions(), _disable_cudnn()]
 
     def leave(self) -> None:
         with self.lock:
@@ -201,20 +201,20 @@ _precision = _Precision()
 # compiles a network. So each is turned by the older one, unless the user has already turned them one by one.
 
 
-def _exact_products() -> Callable[[], None]:
+def _disable_reduced_matmul() -> Callable[[], None]:
     try:
         before = torch.get_float32_matmul_precision()
     except RuntimeError:
-        return _turn([torch.backends.cuda.matmul, _mkldnn.matmul])
+        return _set_ieee([torch.backends.cuda.matmul, _mkldnn.matmul])
     torch.set_float32_matmul_precision("highest")
     return lambda: torch.set_float32_matmul_precision(before)
 
 
-def _exact_convolutions() -> Callable[[], None]:
+def _disable_tf32_convolutions() -> Callable[[], None]:
     try:
         before = _cudnn.allow_tf32
     except RuntimeError:
-        return _turn([_cudnn.conv, _cudnn.rnn])
+        return _set_ieee([_cudnn.conv, _cudnn.rnn])
     _cudnn.allow_tf32 = False
 
     def restore() -> None:
@@ -223,7 +223,7 @@ def _exact_convolutions() -> Callable[[], None]:
     return restore
 
 
-def _unmixed_cells() -> Callable[[], None]:
+def _disable_cudnn() -> Callable[[], None]:
     before = _cudnn.enabled
     _cudnn.enabled = False
 
@@ -233,7 +233,7 @@ def _unmixed_cells() -> Callable[[], None]:
     return restore
 
 
-def _turn(owners: list[Any]) -> Callable[[], None]:
+def _set_ieee(owners: list[Any]) -> Callable[[], None]:
     before = [(owner, owner.fp32_precision) for owner in owners]
     for owner in owners:
         owner.fp32_precision = "ieee"
@@ -246,7 +246,7 @@ def _turn(owners: list[Any]) -> Callable[[], None]:
 
 
 def use_deterministic_kernels() -> None:
-    """Allow only kernels that give the same bits every time; some are slower. To be called before CUDA is used."""
+    """Allow only deterministic kernels; some are slower. Call it before CUDA is used."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     _cudnn.deterministic, _cudnn.benchmark = True, False
@@ -257,7 +257,7 @@ def use_deterministic_kernels() -> None:
 
 @contextmanager
 def ignore_dependency_warnings() -> Iterator[None]:
-    """Turn off warnings of Pillow, and those about what is deprecated, for what others' code does inside."""
+    """Silence warnings from Pillow and about deprecated features, which code of dependencies raises."""
     _warnings.enter()
     try:
         yield
@@ -266,20 +266,20 @@ def ignore_dependency_warnings() -> Iterator[None]:
 
 
 @final
-class _Quiet:
-    """Filters belong to the process: the first who enters sets them, the last who leaves restores what was."""
+class _IgnoredWarnings:
+    """Filters are global: the first thread to enter sets them, the last to leave restores the ones before."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.inside = 0
-        self.kept = warnings.catch_warnings()
+        self.filters = warnings.catch_warnings()
 
     def enter(self) -> None:
         with self.lock:
             self.inside += 1
             if self.inside == 1:
-                self.kept = warnings.catch_warnings()
-                self.kept.__enter__()
+                self.filters = warnings.catch_warnings()
+                self.filters.__enter__()
                 warnings.filterwarnings("ignore", module=r"PIL\.")
                 warnings.simplefilter("ignore", FutureWarning)
                 warnings.simplefilter("ignore", DeprecationWarning)
@@ -288,17 +288,17 @@ class _Quiet:
         with self.lock:
             self.inside -= 1
             if self.inside == 0:
-                self.kept.__exit__(None, None, None)
+                self.filters.__exit__(None, None, None)
 
 
-_warnings = _Quiet()
+_warnings = _IgnoredWarnings()
 
 
 # -- seeds -------------------------------------------------------------------------------------------------------------
 
 
 def derive_seed(seed: int, *index: int) -> int:
-    """Return a seed of 64 bits for item `index` of a run: a function of both, and of nothing else."""
+    """Return a 64-bit seed for item `index` of a run, a function of `seed` and `index` alone."""
     if seed < 0 or any(each < 0 for each in index):
         raise InputError(f"`seed` and `index` must be whole numbers of at least 0; got {(seed, *index)}.")
     state = np.random.SeedSequence([seed, *index]).generate_state(1, np.uint64)
@@ -306,15 +306,15 @@ def derive_seed(seed: int, *index: int) -> int:
 
 
 def make_generator(seed: int, *index: int) -> torch.Generator:
-    """Return a generator for item `index`, so that an answer depends on neither batch size nor order."""
+    """Return a generator for item `index` of a run: answers then depend on neither batch size nor order."""
     return torch.Generator().manual_seed(derive_seed(seed, *index))
 
 
-# -- stamp -------------------------------------------------------------------------------------------------------------
+# -- environment -------------------------------------------------------------------------------------------------------
 
 
 def describe_environment() -> dict[str, str | int | None]:
-    """Return what a measured number depends on: versions, processor and GPU; no names of machines or paths."""
+    """Return what a measurement depends on: versions, processor and GPU, but no machine names or paths."""
     gpu = torch.cuda.is_available()
     return {
         "patchguard": __version__,

@@ -82,16 +82,16 @@ def test_values_without_antialias_are_those_of_torch(
 def test_pillow_moves_no_pixel_outside_our_support(before: int, after: int, mode: Any) -> None:
     axis = Resize(height=after, width=1, mode=mode).support(before, 1).rows
     black, white = np.zeros((before, 1, 3), np.uint8), np.full((before, 1, 3), 255, np.uint8)
-    grey = np.full((before, 1, 3), 128, np.uint8)
+    gray = np.full((before, 1, 3), 128, np.uint8)
     moved = np.zeros((after, before), dtype=bool)
-    for pixel, (base, value) in itertools.product(range(before), [(black, 255), (white, 0), (grey, 255), (grey, 0)]):
+    for pixel, (base, value) in itertools.product(range(before), [(black, 255), (white, 0), (gray, 255), (gray, 0)]):
         image = base.copy()
         image[pixel] = value
         change = pillow(image, after, 1, mode) != pillow(base, after, 1, mode)
         moved[:, pixel] |= change.any(axis=(1, 2))
     ours = np.stack([axis.touched_cells(pixel, 1) for pixel in range(before)], axis=1)
     assert not (moved & ~ours).any()
-    # All of it is seen to move, but for weights below half a grey level and zeros inside an interval.
+    # All of it is seen to move, but for weights below half a gray level and zeros inside an interval.
     weights = resize_matrix(before, after, mode, True)
     assert (moved | (np.abs(weights) < 1 / 128)).all(where=ours)
 

@@ -149,7 +149,7 @@ CURVED: dict[str, nn.Module] = {
     "activations": nn.Sequential(nn.ReLU(inplace=True), nn.GELU(), nn.PReLU(4), nn.Dropout(), nn.Hardswish()),
     "layer norm of channels": Lambda(per_position, norm=nn.LayerNorm(4)),
     "softmax of channels": nn.Softmax(dim=1),
-    "normalised channels": Lambda(lambda x: functional.normalize(x, dim=1)),
+    "normalized channels": Lambda(lambda x: functional.normalize(x, dim=1)),
     "attention inside a position": Lambda(local_attention),
     "write in place": Lambda(lambda x: x.clone().mul_(2).add_(x.abs().amax(1, keepdim=True))),
     "cast": Lambda(lambda x: x.float().double().clamp(-1, 1)),

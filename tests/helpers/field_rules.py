@@ -10,8 +10,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from patchguard.geometry.rules.call import Call, Constant
-from patchguard.geometry.rules.layout import Layout, Refused, channels, images, pixels
+from patchguard.geometry.rules.layout import (
+    Call,
+    Constant,
+    Layout,
+    RuleError,
+)
 from patchguard.geometry.trace import RULES
 
 IMAGES = 1_000_003  # a prime: no view mistakes so many images for channels or positions
@@ -43,7 +47,7 @@ def derive_layout(network: nn.Module, size: tuple[int, int]) -> Layout:
             result: Layout = values[node.args[0]]
             return result
         if node.op == "placeholder":
-            values[node] = Layout((images(IMAGES), channels(3), pixels("row", size[0]), pixels("column", size[1])))
+            values[node] = Layout.of_images(IMAGES, 3, size[0], size[1])
         elif node.op == "get_attr":
             values[node] = Constant(tuple(node.meta["val"].shape))
         else:
@@ -63,7 +67,7 @@ def _apply_rule(node: Node, values: dict[Node, Any]) -> Any:
         for argument in node.target._schema.arguments
     }
     call = Call(name, arguments, shapes)
-    if name.endswith("_like") or not call.layouts():
+    if name.endswith("_like") or not call.inputs():
         return Constant(shapes[0])
     result = RULES[name](call)
     for layout, shape in zip(result if isinstance(result, tuple) else (result,), shapes, strict=False):
@@ -135,6 +139,6 @@ def refusal_reason(network: nn.Module, size: tuple[int, int]) -> str:
     """Why the rules refuse the network."""
     try:
         derive_layout(network, size)
-    except Refused as reason:
+    except RuleError as reason:
         return str(reason)
     raise AssertionError("not refused")

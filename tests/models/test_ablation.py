@@ -29,7 +29,7 @@ def one_thread() -> Iterator[None]:
 
 
 def as_if_trained(network: nn.Module, seed: int = 0) -> nn.Module:
-    """Give every batch normalisation statistics of its own, so that no layer maps zeros to zeros."""
+    """Give every batch normalization statistics of its own, so that no layer maps zeros to zeros."""
     generator = torch.Generator().manual_seed(seed)
     for layer in network.modules():
         if isinstance(layer, nn.BatchNorm2d):
@@ -191,7 +191,7 @@ def test_a_band_past_the_border_goes_on_at_the_first_column() -> None:
     assert not inputs[..., [2, 3]].any()
 
 
-def test_x_and_one_minus_x_are_of_the_normalised_image() -> None:
+def test_x_and_one_minus_x_are_of_the_normalized_image() -> None:
     model = ds_resnet50(classes=2, band=2, width=0.05)
     images = random_images(1, 3, 2, 4)
     inputs = model.ablate(images, torch.tensor([[0, 1]]))

@@ -73,7 +73,7 @@ def test_the_mean_of_local_logits_equals_the_global_logits(factory, small_images
 )
 def test_a_pixel_moves_exactly_the_cells_whose_field_holds_it(factory, settings, field):
     model = build_random(factory, classes=3, width=0.1, small_images=True, **settings)
-    # Every 3x3 convolution is padded by one pixel, so that cell u is centred on pixel 8u.
+    # Every 3x3 convolution is padded by one pixel, so that cell u is centered on pixel 8u.
     for pixel in [(0, 0), (64, 80), (60, 159)]:
         seen = changed_cells(model, 128, 160, pixel)
         assert (seen == expected_cells(seen.shape, pixel, size=field, stride=8, first=-(field // 2))).all(), pixel

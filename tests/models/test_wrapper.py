@@ -45,7 +45,7 @@ def test_a_head_is_applied_at_each_position(kind):
         torch.testing.assert_close(local_logits[1, :, 3, 2], head(maps[1, :, 3, 2]))
 
 
-def test_images_are_normalised_with_the_given_statistics():
+def test_images_are_normalized_with_the_given_statistics():
     model = wrap(nn.Identity(), 3, mean=(0.5, 0.25, 0.0), std=(0.5, 0.25, 2.0))
     expected = torch.tensor([1.0, 3.0, 0.5])
     torch.testing.assert_close(model(torch.ones(1, 3, 1, 1)).flatten(), expected)
@@ -107,6 +107,6 @@ def test_the_settings_of_a_foreign_network_are_not_invented():
     ("mean", "std"),
     [((0.5,), (0.5, 0.5, 0.5)), ((0.0, 0.0, 0.0), (1.0, 0.0, 1.0)), ((0.0, 0.0, 0.0), (1.0, 1.0))],
 )
-def test_statistics_that_cannot_normalise_are_refused(mean, std):
+def test_statistics_that_cannot_normalize_are_refused(mean, std):
     with pytest.raises(InputError, match="`mean` and `std` must be three numbers each, `std` above 0"):
         wrap(local(), 4, mean=mean, std=std)

@@ -20,6 +20,7 @@ from patchguard.errors import InputError
 from patchguard.runs.certificate_folder import CertificateFolder
 from patchguard.runs.records import Folder
 from patchguard.storage import zoo
+from patchguard.storage.published_models import CHECKPOINTS
 
 COUNT = 5
 
@@ -326,4 +327,4 @@ def test_a_file_called_like_a_model_is_not_verified_against(run, model, photos, 
     assert CliRunner().invoke(app, [*words, "./cifar10"]).exit_code == 0
     shown = CliRunner().invoke(app, [*words, "cifar10"])
     assert shown.exit_code == 1
-    assert str(zoo.CHECKPOINTS / "cifar10.safetensors") in shown.stderr
+    assert str(CHECKPOINTS / "cifar10.safetensors") in shown.stderr

@@ -22,7 +22,7 @@ LAST = {"fc.weight", "fc.bias"}
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(zoo.FOLDER, str(tmp_path))
+    monkeypatch.setenv("PATCHGUARD_ZOO", str(tmp_path))
     return tmp_path
 
 

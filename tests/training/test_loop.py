@@ -147,7 +147,7 @@ def test_accuracy_counts_the_certificates_of_the_guard() -> None:
 def test_a_student_starts_from_one_model_and_learns_from_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(zoo.FOLDER, str(tmp_path))
+    monkeypatch.setenv("PATCHGUARD_ZOO", str(tmp_path))
     first = Trainer(recipe(), stripes(96), device=CPU)
     zoo.save(first.guard, tmp_path / "first.safetensors")
     plain = recipe(name="undefended", defense="Undefended", plain_share=1.0, model="resnet18")

@@ -94,7 +94,7 @@ def test_a_resnet_for_small_images_has_no_such_stem() -> None:
 def test_a_bagnet_starts_from_a_resnet_and_draws_other_classes_anew(
     trained: LocalResNet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(zoo.FOLDER, str(tmp_path))
+    monkeypatch.setenv("PATCHGUARD_ZOO", str(tmp_path))
     teacher = imagenette_resnet50(saved(trained, tmp_path.with_suffix(".file")), width=WIDTH)
     zoo.save(teacher, tmp_path / "imagenette_resnet50.safetensors")
     recipe = named("imagenette_bn17").changed({"model_settings.width": WIDTH})

@@ -378,7 +378,7 @@ def main() -> None:
         "settings": {name.lower(): globals()[name] for name in names} | {
             key: value for key, value in vars(settings).items() if key not in ("data", "out", "initial", "probe")
         } | {"rate": best[1], "images": len(targets)},
-        "environment": runtime.environment(),
+        "environment": runtime.describe_environment(),
         "seconds": round(time.perf_counter() - trainer.begin, 1),
         "held_out": results,
     }  # fmt: skip

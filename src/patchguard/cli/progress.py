@@ -15,6 +15,21 @@ SECONDS_BETWEEN_LINES = 30.0
 
 
 @contextmanager
+def show_download(name: str) -> Iterator[Callable[[int, int | None], None] | None]:
+    """Yield what shows the bytes of a download as they come: a bar on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = [TextColumn(f"downloading {name}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()]
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        bar = bars.add_task("", total=None)
+        yield lambda done, total: bars.update(bar, completed=done, total=total)
+
+
+@contextmanager
 def shown_progress(
     total: int, *, first: bool, doing: str, shares: Callable[["Counted"], str]
 ) -> Iterator[Callable[["Counted"], None] | None]:

@@ -17,7 +17,7 @@ from patchguard.runtime import device_and_dtype, eval_mode
 # An irregular axis has no stride to take residues of: beyond this many positions, a random choice of them is
 # tried.
 _MOST_STARTS = 64
-_LEAKS_KEPT = 10
+_MOST_LEAKS = 10
 
 
 @final
@@ -76,7 +76,7 @@ def audit(
 
     Each changed image is compared with the untouched one at the same place of a batch of the same size, so a
     kernel that works on one image after the other, in a fixed order, gives equal bits outside the field: the
-    default tolerance is 0. Convolutions by Winograd tiles or Fourier transforms mix neighbours and cancel
+    default tolerance is 0. Convolutions by Winograd tiles or Fourier transforms mix neighbors and cancel
     them again up to rounding; for these, `drift` says what a certificate must tolerate, and `tolerance`
     accepts it here.
     """
@@ -88,11 +88,11 @@ def audit(
     device, dtype = device_and_dtype(module) if image is None else (image.device, image.dtype)
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(3, height, width, generator=generator)
-    usual = noise if image is None else image.cpu().float()
+    natural = noise if image is None else image.cpu().float()
     scenes = [
-        (usual, "0"),
-        (usual, "1"),
-        (usual, "noise"),
+        (natural, "0"),
+        (natural, "1"),
+        (natural, "noise"),
         (torch.zeros_like(noise), "1"),
         (torch.ones_like(noise), "0"),
     ]
@@ -105,24 +105,24 @@ def audit(
     with eval_mode(module):
         for background, content in scenes:
             clean = background.to(device, dtype).expand(batch, -1, -1, -1).contiguous()
-            expected = _cells(module, clean, field)
-            for boxes in _chunks(_boxes(field, patches, generator), batch):
-                rewritten = torch.stack([_rewritten(background, box, content, generator) for box in boxes])
+            expected = _local_logits(module, clean, field)
+            for boxes in _batches(_boxes(field, patches, generator), batch):
+                rewritten = torch.stack([_rewrite(background, box, content, generator) for box in boxes])
                 changed = clean.clone()
                 changed[: len(boxes)] = rewritten.to(device, dtype)
-                change = _change(_cells(module, changed, field), expected)[: len(boxes)].cpu().numpy()
+                change = _cell_changes(_local_logits(module, changed, field), expected)[: len(boxes)].cpu().numpy()
                 inside = np.stack([field.touched_cells(box) for box in boxes])
                 moved += int(np.count_nonzero(change[inside]))
                 change[inside] = 0
                 drift = max(drift, float(change.max()))
                 for trial, row, column in np.argwhere(change > tolerance).tolist():
                     leaks.append(Leak((row, column), boxes[trial], float(change[trial, row, column])))
-                leaks = sorted(leaks, key=lambda leak: -leak.change)[:_LEAKS_KEPT]
+                leaks = sorted(leaks, key=lambda leak: -leak.change)[:_MOST_LEAKS]
                 trials += len(boxes)
     return Audit(field.grid, field.size, field.stride, trials, moved, drift, tolerance, tuple(leaks))
 
 
-def _cells(module: Callable[[Tensor], Tensor], images: Float[Tensor, "b 3 h w"], field: Field) -> Tensor:
+def _local_logits(module: Callable[[Tensor], Tensor], images: Float[Tensor, "b 3 h w"], field: Field) -> Tensor:
     local_logits = module(images)
     if local_logits.ndim != 4 or tuple(local_logits.shape[2:]) != field.grid or len(local_logits) != len(images):
         raise InputError(
@@ -132,7 +132,7 @@ def _cells(module: Callable[[Tensor], Tensor], images: Float[Tensor, "b 3 h w"],
     return local_logits
 
 
-def _change(
+def _cell_changes(
     changed: Float[Tensor, "b classes rows columns"], expected: Float[Tensor, "b classes rows columns"]
 ) -> Float[Tensor, "b rows columns"]:
     """Return how far each cell moved in its worst class; into or out of NaN is infinitely far."""
@@ -141,7 +141,7 @@ def _change(
     return torch.where(same, 0.0, distance).amax(dim=1)
 
 
-def _rewritten(
+def _rewrite(
     background: Float[Tensor, "3 h w"],
     box: tuple[int, int, int, int],
     content: str,
@@ -184,6 +184,6 @@ def _starts(axis: Axis, length: int, generator: torch.Generator) -> list[int]:
     return sorted(starts)
 
 
-def _chunks(boxes: list[tuple[int, int, int, int]], size: int) -> Iterator[list[tuple[int, int, int, int]]]:
+def _batches(boxes: list[tuple[int, int, int, int]], size: int) -> Iterator[list[tuple[int, int, int, int]]]:
     for start in range(0, len(boxes), size):
         yield boxes[start : start + size]

@@ -17,7 +17,7 @@ class Axis:
     """Along one axis, cell i reads source pixels starts[i], ..., starts[i] + lengths[i] - 1.
 
     An interval that runs past the end goes on at pixel 0 (modulo `size`); a length of 0 says that the cell
-    reads nothing. `wrap` says that the cells themselves lie on a circle: the last one is a neighbour of the
+    reads nothing. `wrap` says that the cells themselves lie on a circle: the last one is a neighbor of the
     first.
 
     >>> axis = Axis(starts=(0, 8, 16), lengths=(17, 17, 17), size=33)
@@ -77,7 +77,7 @@ class Axis:
         """Pixels from one cell to the next, or None where the cells are not evenly spaced.
 
         Cells that a border cuts short are left out: only those of full length must be evenly spaced
-        neighbours.
+        neighbors.
         """
         full = np.flatnonzero(self._lengths == self.field_size)
         steps = np.diff(self._starts[full]) % self.size

@@ -16,7 +16,7 @@ Images = Float[Tensor, "batch channels height width"]
 Result = Float[Tensor, "batch channels rows columns"]
 
 
-def _check_whole(step: object, names: tuple[str, ...], least: int) -> None:
+def _require_integers(step: object, names: tuple[str, ...], least: int) -> None:
     for name in names:
         value = getattr(step, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -47,9 +47,9 @@ class Resize:
 
     def __post_init__(self) -> None:
         if self.shorter is None:
-            _check_whole(self, ("height", "width"), 1)
+            _require_integers(self, ("height", "width"), 1)
         elif self.height is None and self.width is None:
-            _check_whole(self, ("shorter",), 1)
+            _require_integers(self, ("shorter",), 1)
         else:
             raise InputError("Resize takes `height` and `width`, or `shorter`; got both. Leave one of them out.")
         if self.mode not in ("nearest", "bilinear", "bicubic"):
@@ -108,8 +108,8 @@ class Crop:
     width: int
 
     def __post_init__(self) -> None:
-        _check_whole(self, ("top", "left"), 0)
-        _check_whole(self, ("height", "width"), 1)
+        _require_integers(self, ("top", "left"), 0)
+        _require_integers(self, ("height", "width"), 1)
 
     def output_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the size of the result; raise if the image is too small."""
@@ -123,7 +123,7 @@ class Crop:
     def support(self, height: int, width: int) -> Field:
         """Return which pixels of the input each pixel of the result reads."""
         self.output_size(height, width)
-        return Field(_shifted(self.top, self.height, height), _shifted(self.left, self.width, width))
+        return Field(_shift_axis(self.top, self.height, height), _shift_axis(self.left, self.width, width))
 
     def __call__(self, images: Images) -> Result:
         """Return the cropped images."""
@@ -142,7 +142,7 @@ class CenterCrop:
     width: int
 
     def __post_init__(self) -> None:
-        _check_whole(self, ("height", "width"), 1)
+        _require_integers(self, ("height", "width"), 1)
 
     def output_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the size of the result; raise if the image is too small."""
@@ -175,7 +175,7 @@ class Pad:
     value: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_whole(self, ("top", "bottom", "left", "right"), 0)
+        _require_integers(self, ("top", "bottom", "left", "right"), 0)
         if isinstance(self.value, bool) or not isinstance(self.value, (int, float)) or not 0 <= self.value <= 1:
             raise InputError(f"`value` of Pad must be a pixel value in [0, 1]; got {self.value!r}.")
 
@@ -186,14 +186,14 @@ class Pad:
     def support(self, height: int, width: int) -> Field:
         """Return which pixels of the input each pixel of the result reads."""
         rows, columns = self.output_size(height, width)
-        return Field(_shifted(-self.top, rows, height), _shifted(-self.left, columns, width))
+        return Field(_shift_axis(-self.top, rows, height), _shift_axis(-self.left, columns, width))
 
     def __call__(self, images: Images) -> Result:
         """Return the padded images."""
         return functional.pad(images, (self.left, self.right, self.top, self.bottom), value=float(self.value))
 
 
-def _shifted(first: int, cells: int, size: int) -> Axis:
+def _shift_axis(first: int, cells: int, size: int) -> Axis:
     """Return the axis whose cell i reads pixel first + i, or nothing where there is no such pixel."""
     pixels = range(first, first + cells)
     inside = [0 <= pixel < size for pixel in pixels]
@@ -251,10 +251,10 @@ class Preprocess:
         """Return the chain that `to_json` wrote; refuse anything else."""
         if not isinstance(value, dict) or set(value) != {"steps"} or not isinstance(value["steps"], list):
             raise InputError(f'`preprocess` must be an object with the one entry "steps", a list; got {value!r}.')
-        return cls(tuple(_step(entry) for entry in value["steps"]))
+        return cls(tuple(_read_step(entry) for entry in value["steps"]))
 
 
-def _step(entry: object) -> Step:
+def _read_step(entry: object) -> Step:
     kind = _KINDS.get(str(entry.get("kind"))) if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or kind is None:
         known = ", ".join(_KINDS)

@@ -42,17 +42,19 @@ class Program:
         """Return the local logits, computed the way that certificates are about: see `full_precision`."""
         device, dtype = device_and_dtype(self.graph)
         with full_precision(device):
-            local_logits: Tensor = self.graph(arrange(pixels.to(device, dtype)))
+            local_logits: Tensor = self.graph(to_fast_layout(pixels.to(device, dtype)))
         return local_logits
 
 
-def arrange(pixels: Float[Tensor, "batch channels height width"]) -> Float[Tensor, "batch channels height width"]:
+def to_fast_layout(
+    pixels: Float[Tensor, "batch channels height width"],
+) -> Float[Tensor, "batch channels height width"]:
     """Put the channels last on a CPU, where convolutions are faster so."""
     return pixels.contiguous(memory_format=torch.channels_last) if pixels.device.type == "cpu" else pixels
 
 
 _programs: WeakKeyDictionary[nn.Module, dict[tuple[object, ...], Program | NoFieldError]] = WeakKeyDictionary()
-_compared: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[nn.Module, set[object]] = WeakKeyDictionary()
 
 
 def export_program(module: nn.Module, size: tuple[int, int], *, channels: int = 3) -> Program:
@@ -76,7 +78,7 @@ def export_program(module: nn.Module, size: tuple[int, int], *, channels: int = 
             try:
                 exported = _export(module, (2, channels, height, width))
                 program = Program(exported.module(), derive_field(exported, module, height, width))
-                _compare(module, program, (channels, height, width))
+                _check_agreement(module, program, (channels, height, width))
             except NoFieldError as refusal:
                 program = refusal
             known[key] = program
@@ -92,9 +94,9 @@ def check_per_image_function(module: nn.Module, shape: tuple[int, int, int]) -> 
     For classifiers that a model shows parts of images and that nothing is derived from. It is a test, not a proof.
     """
     key = (shape, _structure(module))
-    if key not in _compared.setdefault(module, set()):
-        _compare(module, module, shape)
-        _compared[module].add(key)
+    if key not in _checked.setdefault(module, set()):
+        _check_agreement(module, module, shape)
+        _checked[module].add(key)
 
 
 def trace_field(module: nn.Module, size: tuple[int, int], *, channels: int = 3) -> Field:
@@ -115,19 +117,19 @@ def _structure(module: nn.Module) -> tuple[object, ...]:
     for name, part in module.named_modules():
         inner = {"training", "_parameters", "_buffers", "_modules"}
         settings = {key: value for key, value in vars(part).items() if key not in inner}
-        shown = tuple((key, _show(value)) for key, value in settings.items())
+        settings_seen = tuple((key, _fingerprint(value)) for key, value in settings.items())
         hooks = tuple(map(id, (*part._forward_pre_hooks.values(), *part._forward_hooks.values())))
-        parts.append((name, type(part), shown, hooks))
+        parts.append((name, type(part), settings_seen, hooks))
     tensors = (*module.named_parameters(), *module.named_buffers())
     return tuple(parts), tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors)
 
 
-def _show(value: object) -> object:
+def _fingerprint(value: object) -> object:
     """Return something that changes when the value does; for tensors and functions, which object it is."""
     if isinstance(value, Tensor) or callable(value):
         return id(value)
     if isinstance(value, dict):
-        return tuple((repr(key), _show(entry)) for key, entry in value.items())
+        return tuple((repr(key), _fingerprint(entry)) for key, entry in value.items())
     return repr(value)
 
 
@@ -150,8 +152,8 @@ def _export(module: nn.Module, shape: tuple[int, ...]) -> ExportedProgram:
         full_precision(device),
         torch.no_grad(),
         ignore_dependency_warnings(),
-        _silent(),
-        _restored_transforms(),
+        _suppress_logging(),
+        _restore_transforms(),
     ):
         # torch.export calls its own deprecated parts; which ones changes with every release.
         example = torch.zeros(shape, device=device, dtype=dtype)
@@ -176,7 +178,7 @@ def _export(module: nn.Module, shape: tuple[int, ...]) -> ExportedProgram:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def _suppress_logging() -> Iterator[None]:
     """Keep torch from logging the errors that are reported here as one sentence."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -187,7 +189,7 @@ def _silent() -> Iterator[None]:
 
 
 @contextmanager
-def _restored_transforms() -> Iterator[None]:
+def _restore_transforms() -> Iterator[None]:
     """Leave the function transforms (`torch.func.jvp`, `vmap`) that a failed export would leave entered."""
     functorch: Any = torch._C._functorch
     depth, level = functorch.get_dynamic_layer_stack_depth(), forward_ad._current_level
@@ -201,14 +203,14 @@ def _restored_transforms() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _compare(module: nn.Module, reference: Callable[[Tensor], Tensor], shape: tuple[int, int, int]) -> None:
+def _check_agreement(module: nn.Module, reference: Callable[[Tensor], Tensor], shape: tuple[int, int, int]) -> None:
     """Refuse a module that computes something else than `reference` for three images at once.
 
     Certificates do not rest on this: they are about the program. It tells users whose module is not what was traced.
     """
     device, dtype = device_and_dtype(module)
     noise = torch.rand(_EXAMPLES, *shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    images = arrange(noise)
+    images = to_fast_layout(noise)
     calls = [
         ("for one image", images[:1]),
         ("for two images", images[:2]),
@@ -221,7 +223,7 @@ def _compare(module: nn.Module, reference: Callable[[Tensor], Tensor], shape: tu
         tolerance = torch.finfo(dtype).eps ** 0.5 * max(1.0, expected.abs().nan_to_num(posinf=0.0).max().item())
         for when, batch in calls:
             try:
-                difference = _distance(module(batch), expected[: len(batch)])
+                difference = _largest_difference(module(batch), expected[: len(batch)])
             except Exception as error:
                 raise InputError(
                     f"`module` must also run outside torch.export; {when}, it stopped with: {error}"
@@ -234,7 +236,7 @@ def _compare(module: nn.Module, reference: Callable[[Tensor], Tensor], shape: tu
                 )
 
 
-def _distance(result: object, expected: Tensor) -> float:
+def _largest_difference(result: object, expected: Tensor) -> float:
     if not isinstance(result, Tensor) or result.shape != expected.shape:
         return float("inf")
     same = (result == expected) | (result.isnan() & expected.isnan())

@@ -1,6 +1,6 @@
 """Resizing along one axis as a matrix, and so as a linear map whose support can be read off.
 
-Output i lies at the place (i + 1/2) n/m of the n input pixels; input pixel x, whose centre is x + 1/2, gets
+Output i lies at the place (i + 1/2) n/m of the n input pixels; input pixel x, whose center is x + 1/2, gets
 the weight kernel(t) with t = (x + 1/2 - (i + 1/2) n/m) / max(1, n/m) when antialiased and without the
 division otherwise. In integers t = ((2x + 1) m - (2i + 1) n) / d, with d = 2 max(n, m) or d = 2m, so whether
 a weight vanishes is decided exactly: the bilinear kernel 1 - |t| at |t| >= 1, the bicubic one at |t| = 1 and
@@ -23,7 +23,7 @@ def resize_matrix(before: int, after: int, mode: Mode, antialias: bool) -> Float
     """Return the matrix that turns `before` pixels into `after`; its rows sum to 1.
 
     With `antialias`, weights and borders are those of Pillow: bicubic with a = -1/2, kernels widened when
-    shrinking, taps beyond the border dropped and the rest scaled to sum 1, nearest at the pixel centre.
+    shrinking, taps beyond the border dropped and the rest scaled to sum 1, nearest at the pixel center.
     Without, those of torch's `interpolate` with align_corners=False: bicubic with a = -3/4, taps beyond the
     border moved onto the border pixel, nearest at floor(i n/m).
     """
@@ -36,10 +36,10 @@ def resize_matrix(before: int, after: int, mode: Mode, antialias: bool) -> Float
         unit = 2 * max(before, after) if antialias else 2 * after
         radius = (1 if mode == "bilinear" else 2) * unit
         # (2x + 1) after - (2i + 1) before > -radius, solved for x; one tap more than fits in between.
-        centre = (2 * output + 1) * before
-        first = (centre - radius - after) // (2 * after)
+        center = (2 * output + 1) * before
+        first = (center - radius - after) // (2 * after)
         taps = first[:, None] + np.arange(radius // after + 3)[None, :]
-        offsets = (2 * taps + 1) * after - centre[:, None]
+        offsets = (2 * taps + 1) * after - center[:, None]
         weights = (
             _bilinear(offsets, unit) if mode == "bilinear" else _bicubic(offsets, unit, -0.5 if antialias else -0.75)
         )

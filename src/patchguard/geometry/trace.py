@@ -11,10 +11,17 @@ from torch.fx import Node
 
 from patchguard.errors import InputError, NoFieldError
 from patchguard.geometry.field import Axis, Field
-from patchguard.geometry.rules import mixing, shaping, sliding
-from patchguard.geometry.rules.call import Call, Constant, Rule
-from patchguard.geometry.rules.layout import Layout, Refused, Unrunnable, describe, images, only_channels, pixels
-from patchguard.geometry.rules.layout import channels as plain_channels
+from patchguard.geometry.rules import neighborhood, pointwise
+from patchguard.geometry.rules.layout import (
+    Call,
+    Constant,
+    Layout,
+    Rule,
+    RuleError,
+    UnrunnableError,
+    describe,
+    only_channels,
+)
 
 _ENTRY_BY_ENTRY = """
     abs acos acosh add addcdiv addcmul alias asin asinh atan atan2 atanh bitwise_and bitwise_not
@@ -32,50 +39,50 @@ _OVER_CHANNELS = (
 )
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ENTRY_BY_ENTRY.split(), shaping.elementwise),
-    **dict.fromkeys(("prelu", "_prelu_kernel"), shaping.unchanged),
-    "dropout": shaping.dropout,
-    **dict.fromkeys(("view", "_unsafe_view", "reshape", "flatten", "unflatten"), shaping.view),
-    **dict.fromkeys(("permute", "transpose", "t"), shaping.permutation),
-    "expand": shaping.expansion,
-    "select": shaping.selection,
-    "squeeze": shaping.squeezing,
-    "unsqueeze": shaping.unsqueezing,
-    **dict.fromkeys(("cat", "concat"), shaping.concatenation),
-    "stack": shaping.stacking,
-    **dict.fromkeys(("convolution", "conv1d", "conv2d"), sliding.convolution),
-    **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool2d_with_indices"), sliding.pooling),
-    **dict.fromkeys(("avg_pool1d", "avg_pool2d"), sliding.pooling),
-    **dict.fromkeys(("adaptive_avg_pool2d", "_adaptive_avg_pool2d"), sliding.adaptive_pooling),
-    "adaptive_max_pool2d": sliding.adaptive_pooling,
-    **dict.fromkeys(("upsample_nearest2d", "_upsample_nearest_exact2d"), sliding.upsampling),
-    **dict.fromkeys(("upsample_bilinear2d", "upsample_bicubic2d"), sliding.upsampling),
-    **dict.fromkeys(("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d"), sliding.padding),
-    **dict.fromkeys(("replication_pad1d", "replication_pad2d"), sliding.padding),
-    "slice": sliding.slicing,
-    "narrow": sliding.narrowing,
-    "flip": sliding.flipping,
-    **dict.fromkeys(("split", "split_with_sizes", "chunk"), sliding.splitting),
-    **dict.fromkeys(_OVER_CHANNELS.split(), mixing.reduction),
-    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum"), mixing.along_channels),
-    **dict.fromkeys(("layer_norm", "native_layer_norm", "rms_norm"), mixing.layer_norm),
-    **dict.fromkeys(("batch_norm", "native_batch_norm", "_native_batch_norm_legit"), mixing.batch_norm),
-    "_native_batch_norm_legit_no_training": mixing.batch_norm,
-    "linear": mixing.linear,
-    **dict.fromkeys(("mm", "bmm", "matmul", "addmm", "baddbmm"), mixing.matrix_product),
+    **dict.fromkeys(_ENTRY_BY_ENTRY.split(), pointwise.elementwise),
+    **dict.fromkeys(("prelu", "_prelu_kernel"), pointwise.first_input_elementwise),
+    "dropout": pointwise.dropout,
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "flatten", "unflatten"), pointwise.view),
+    **dict.fromkeys(("permute", "transpose", "t"), pointwise.permute),
+    "expand": pointwise.expand,
+    "select": pointwise.select,
+    "squeeze": pointwise.squeeze,
+    "unsqueeze": pointwise.unsqueeze,
+    **dict.fromkeys(("cat", "concat"), pointwise.cat),
+    "stack": pointwise.stack,
+    **dict.fromkeys(("convolution", "conv1d", "conv2d"), neighborhood.convolve),
+    **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool2d_with_indices"), neighborhood.pool),
+    **dict.fromkeys(("avg_pool1d", "avg_pool2d"), neighborhood.pool),
+    **dict.fromkeys(("adaptive_avg_pool2d", "_adaptive_avg_pool2d"), neighborhood.adaptive_pool),
+    "adaptive_max_pool2d": neighborhood.adaptive_pool,
+    **dict.fromkeys(("upsample_nearest2d", "_upsample_nearest_exact2d"), neighborhood.upsample),
+    **dict.fromkeys(("upsample_bilinear2d", "upsample_bicubic2d"), neighborhood.upsample),
+    **dict.fromkeys(("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d"), neighborhood.pad),
+    **dict.fromkeys(("replication_pad1d", "replication_pad2d"), neighborhood.pad),
+    "slice": neighborhood.slice_entries,
+    "narrow": neighborhood.narrow,
+    "flip": neighborhood.flip,
+    **dict.fromkeys(("split", "split_with_sizes", "chunk"), neighborhood.split),
+    **dict.fromkeys(_OVER_CHANNELS.split(), pointwise.reduce),
+    **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum"), pointwise.softmax),
+    **dict.fromkeys(("layer_norm", "native_layer_norm", "rms_norm"), pointwise.layer_norm),
+    **dict.fromkeys(("batch_norm", "native_batch_norm", "_native_batch_norm_legit"), pointwise.batch_norm),
+    "_native_batch_norm_legit_no_training": pointwise.batch_norm,
+    "linear": pointwise.linear,
+    **dict.fromkeys(("mm", "bmm", "matmul", "addmm", "baddbmm"), pointwise.matmul),
 }
 
 _MIXERS = {
-    "instance_norm": "normalises with statistics over all rows and columns",
-    "group_norm": "normalises with statistics over all rows and columns",
-    "native_group_norm": "normalises with statistics over all rows and columns",
+    "instance_norm": "normalizes with statistics over all rows and columns",
+    "group_norm": "normalizes with statistics over all rows and columns",
+    "native_group_norm": "normalizes with statistics over all rows and columns",
     "scaled_dot_product_attention": "lets every position attend to every other",
     "multi_head_attention_forward": "lets every position attend to every other",
 }
 _SHAPE_ONLY = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 _CHECKS = {"_assert_tensor_metadata", "_assert_scalar"}
 
-# What may be told the number of images: operations that take it as a size and give every image the same.
+# Operations that may take the number of images as a size: they give every image the same.
 _TAKES_SIZES = {
     "view",
     "_unsafe_view",
@@ -88,7 +95,7 @@ _TAKES_SIZES = {
     "new_zeros",
     "new_ones",
 }
-# What keeps a constant the same for every image.
+# Operations that keep a constant the same for every image.
 _KEEPS_IMAGES_EQUAL = {*_ENTRY_BY_ENTRY.split(), *_SHAPE_ONLY, "expand", "unsqueeze", "permute", "transpose"}
 
 # A prime in place of the number of images. Every size in a graph is a whole number or a multiple of the number of
@@ -100,8 +107,8 @@ IMAGES = 1_000_003
 def derive_field(program: ExportedProgram, module: nn.Module, height: int, width: int) -> Field:
     """Return which pixels of a `height` x `width` image each cell of the program's output (B, K, U, V) can read.
 
-    `program` is functional, with a symbolic number of images; `module` is where it comes from, and only named in the
-    reasons for a refusal.
+    `program` is functional, with a symbolic number of images; `module` is the network it was exported from, only
+    used to name layers in error messages.
     """
     signature = program.graph_signature
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
@@ -115,13 +122,7 @@ def derive_field(program: ExportedProgram, module: nn.Module, height: int, width
     for node in program.graph.nodes:
         try:
             if node.op == "placeholder" and node.name in inputs:
-                dimensions = (
-                    images(IMAGES),
-                    plain_channels(_shapes(node)[0][1]),
-                    pixels("row", height),
-                    pixels("column", width),
-                )
-                values[node] = Layout(dimensions)
+                values[node] = Layout.of_images(IMAGES, _shapes(node)[0][1], height, width)
             elif node.op == "output":
                 return _cells(_resolve(node.args[0], values), height, width)
             elif node.op in ("placeholder", "get_attr"):
@@ -130,11 +131,11 @@ def derive_field(program: ExportedProgram, module: nn.Module, height: int, width
                 values[node] = _size(node.meta["val"])
             else:
                 values[node] = _result(node, values)
-        except Refused as refusal:
-            error = InputError if isinstance(refusal, Unrunnable) else NoFieldError
+        except RuleError as refusal:
+            error = InputError if isinstance(refusal, UnrunnableError) else NoFieldError
             raise error(
                 f"the field of {_layer(node, module)} cannot be bounded: {_operation(node)} {refusal}. "
-                "Use layers that read a bounded neighbourhood, or show the network bands of the image."
+                "Use layers that read a bounded neighborhood, or show the network bands of the image (`Ablation`)."
             ) from None
     raise AssertionError("an exported graph ends with its output")
 
@@ -144,7 +145,7 @@ def _result(node: Node, values: dict[Node, Any]) -> Any:
     if node.target is operator.getitem:
         sequence, index = arguments.values()
         if isinstance(sequence, Constant) or index >= len(sequence):
-            raise Refused("reads a result that has no rule")
+            raise RuleError("reads a result that has no rule")
         return sequence[index]
     name = _name(node)
     if name in _CHECKS:
@@ -154,33 +155,33 @@ def _result(node: Node, values: dict[Node, Any]) -> Any:
     if name not in _TAKES_SIZES and any(
         isinstance(each.meta.get("val"), torch.SymInt) for each in node.all_input_nodes
     ):
-        raise Refused("computes with the number of images in the batch")
-    if name in _SHAPE_ONLY or not call.layouts():
+        raise RuleError("computes with the number of images in the batch")
+    if name in _SHAPE_ONLY or not call.inputs():
         return _constant(node, call)
     if name in _MIXERS:
-        raise Refused(_MIXERS[name])
+        raise RuleError(_MIXERS[name])
     if name not in RULES:
-        raise Refused("has no rule, so it may mix positions")
+        raise RuleError("has no rule, so it may mix positions")
     result = RULES[name](call)
     for layout, shape in zip(result if isinstance(result, tuple) else (result,), shapes, strict=False):
         if layout.shape != shape:
-            raise Refused(f"gives {shape} where its rule expects {layout.shape}")
+            raise RuleError(f"gives {shape} where its rule expects {layout.shape}")
         factors = [factor for dimension in layout.dimensions for factor in dimension]
         if any(factor.size % IMAGES == 0 for factor in factors if factor.kind != "image"):
-            raise Refused("counts its channels by the number of images in the batch")
+            raise RuleError("counts its channels by the number of images in the batch")
     return result
 
 
 def _constant(node: Node, call: Call) -> Constant | tuple[Constant, ...]:
     """Return a tensor that does not depend on any image, nor on the place or the number of images in the batch."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten":
-        raise Refused("has no rule")
+        raise RuleError("has no rule")
     if torch.Tag.nondeterministic_seeded in node.target.tags or "empty" in call.name:
-        raise Refused("gives another result in every call")
+        raise RuleError("gives another result in every call")
     flat = [entry for value in call.arguments.values() for entry in (value if isinstance(value, list) else [value])]
     spread = [entry for entry in flat if isinstance(entry, Constant) and any(n % IMAGES == 0 for n in entry.shape if n)]
     if spread and call.name not in _KEEPS_IMAGES_EQUAL:
-        raise Refused("computes with the number of images in the batch")
+        raise RuleError("computes with the number of images in the batch")
     constants = tuple(Constant(shape) for shape in call.shapes)
     return constants if isinstance(node.meta["val"], (list, tuple)) else constants[0]
 
@@ -199,8 +200,8 @@ def _arguments(node: Node, values: dict[Node, Any]) -> dict[str, Any]:
         return {str(index): _resolve(argument, values) for index, argument in enumerate(node.args)}
     named: dict[str, Any] = {}
     for index, parameter in enumerate(node.target._schema.arguments):
-        given = node.args[index] if index < len(node.args) else node.kwargs.get(parameter.name, parameter.default_value)
-        named[parameter.name] = _resolve(given, values)
+        default = node.kwargs.get(parameter.name, parameter.default_value)
+        named[parameter.name] = _resolve(node.args[index] if index < len(node.args) else default, values)
     return named
 
 
@@ -210,7 +211,7 @@ def _shapes(node: Node) -> tuple[tuple[int, ...], ...]:
     shapes: list[tuple[int, ...]] = []
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
-            raise Refused("turns tensors into something else, which has no rule")
+            raise RuleError("turns tensors into something else, which has no rule")
         shapes.append(tuple(_size(size) for size in tensor.shape))
     return tuple(shapes)
 
@@ -219,7 +220,7 @@ def _size(size: int | torch.SymInt) -> int:
     """Return a size in the graph, with `IMAGES` for the number of images; refuse any but multiples of it."""
     if isinstance(size, int):
         if size and size % IMAGES == 0:
-            raise Refused(
+            raise RuleError(
                 f"has a dimension of {size} entries, a multiple of {IMAGES}, which stands for the images here"
             )
         return size
@@ -229,7 +230,7 @@ def _size(size: int | torch.SymInt) -> int:
     symbol = next(iter(symbols))
     factor, rest = size.node.expr.as_independent(symbol, as_Add=False)
     if len(symbols) > 1 or rest != symbol or not factor.is_Integer or not str(symbol).startswith("s"):
-        raise Refused("gives a tensor whose shape depends on the image, or on the number of images in another way")
+        raise RuleError("gives a tensor whose shape depends on the image, or on the number of images in another way")
     return _size(int(factor)) * IMAGES
 
 
@@ -255,13 +256,13 @@ def _layer(node: Node, module: nn.Module) -> str:
 
 def _cells(outputs: Any, height: int, width: int) -> Field:
     if len(outputs) != 1 or not isinstance(outputs[0], (Layout, Constant)):
-        raise Refused(f"holds {len(outputs)} values where one tensor of local logits (B, K, U, V) is wanted")
+        raise RuleError(f"holds {len(outputs)} values where one tensor of local logits (B, K, U, V) is wanted")
     layout = outputs[0]
     if isinstance(layout, Constant):
-        raise Refused("does not depend on the image")
+        raise RuleError("does not depend on the image")
     words = [describe(dimension) for dimension in layout.dimensions]
     wanted = ["images of the batch", "channels", "rows", "columns"]
     if len(words) != 4 or not only_channels(layout.dimensions[1]) or [words[0], *words[2:]] != [wanted[0], *wanted[2:]]:
-        raise Refused(f"runs over ({', '.join(words)}) where local logits run over ({', '.join(wanted)})")
+        raise RuleError(f"runs over ({', '.join(words)}) where local logits run over ({', '.join(wanted)})")
     (rows,), (columns,) = layout.dimensions[2:]
     return Field(Axis.from_bounds(rows.low, rows.high, height), Axis.from_bounds(columns.low, columns.high, width))

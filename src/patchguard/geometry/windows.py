@@ -54,11 +54,11 @@ class Windows:
                 f"`grid` must be two sizes of at least 1, `wrap` two booleans; got {self.grid}, {self.wrap}."
             )
         object.__setattr__(self, "grid", tuple(int(size) for size in self.grid))
-        object.__setattr__(self, "wrap", tuple(bool(around) for around in self.wrap))
+        object.__setattr__(self, "wrap", tuple(bool(wraps) for wraps in self.wrap))
         if isinstance(self.count, bool) or not isinstance(self.count, int) or self.count < 1:
             raise InputError(f"`count` must be a whole number of at least 1; got {self.count!r}.")
         for axis, name in enumerate(("rows", "columns")):
-            intervals = tuple(self._normal(axis, interval) for interval in getattr(self, name))
+            intervals = tuple(self._normalize(axis, interval) for interval in getattr(self, name))
             distinct = tuple(dict.fromkeys(intervals))
             object.__setattr__(self, name, distinct if self.pairs is None else intervals)
         if self.pairs is not None and not all(
@@ -68,7 +68,7 @@ class Windows:
         if len(self) == 0:
             raise InputError("`windows` must hold at least one box; got none.")
 
-    def _normal(self, axis: int, interval: Interval) -> Interval:
+    def _normalize(self, axis: int, interval: Interval) -> Interval:
         start, stop = interval
         size = self.grid[axis]
         if not (0 <= start < size and 1 <= stop - start <= size and (self.wrap[axis] or stop <= size)):
@@ -89,10 +89,10 @@ class Windows:
     ) -> "Windows":
         """Return all boxes of `size` cells; on a wrapped axis they start at every cell of the circle."""
         intervals = []
-        for cells, length, around in zip(grid, size, wrap, strict=True):
+        for cells, length, wraps in zip(grid, size, wrap, strict=True):
             if not 1 <= length <= cells:
                 raise InputError(f"`size` must lie between 1 and the grid's {cells} cells; got {length}.")
-            starts = range(cells) if around and length < cells else range(cells - length + 1)
+            starts = range(cells) if wraps and length < cells else range(cells - length + 1)
             intervals.append(tuple((start, start + length) for start in starts))
         return cls(grid=grid, rows=intervals[0], columns=intervals[1], wrap=wrap, count=count)
 
@@ -123,8 +123,8 @@ class Windows:
         ordinary network), their hull is taken. A patch that no cell sees still owns one cell: harmless.
         """
         patch.check_fits(field.rows.size, field.columns.size)
-        rows = _touched(field.rows, patch.height)
-        columns = _touched(field.columns, patch.width)
+        rows = _touched_intervals(field.rows, patch.height)
+        columns = _touched_intervals(field.columns, patch.width)
         return cls(
             grid=(len(field.rows.starts), len(field.columns.starts)),
             rows=rows,
@@ -164,8 +164,8 @@ class Windows:
     def members(self) -> Int64[np.ndarray, "regions count"]:
         """The boxes of each region, by number."""
         self._check_enumerable(min(self.count, len(self)))
-        chosen = combinations(range(len(self)), min(self.count, len(self)))
-        return np.array(list(chosen), dtype=np.int64)
+        members = combinations(range(len(self)), min(self.count, len(self)))
+        return np.array(list(members), dtype=np.int64)
 
     @cached_property
     def areas(self) -> Int64[np.ndarray, " regions"]:
@@ -196,10 +196,10 @@ class Windows:
         """Which cells (row by row) each region owns. Only enumerations over unions of boxes need this."""
         self._check_enumerable(self.grid[0] * self.grid[1])
         owned = np.stack([self.box_cells(number) for number in range(len(self))])
-        found = owned[self.members[:, 0]]
+        cells = owned[self.members[:, 0]]
         for column in self.members.T[1:]:
-            found |= owned[column]
-        return np.asarray(found)
+            cells |= owned[column]
+        return np.asarray(cells)
 
     def box_cells(self, number: int) -> Bool[np.ndarray, " cells"]:
         """Which cells (row by row) box `number` owns."""
@@ -220,8 +220,8 @@ class Windows:
         if self.pairs is None:
             return replace(
                 self,
-                rows=_maximal(self.rows, self.grid[0]),
-                columns=_maximal(self.columns, self.grid[1]),
+                rows=_keep_maximal(self.rows, self.grid[0]),
+                columns=_keep_maximal(self.columns, self.grid[1]),
             )
         boxes = np.unique(self.boxes, axis=0)
         inside = contains(boxes[:, None, :2], boxes[None, :, :2], self.grid[0]) & contains(
@@ -241,17 +241,17 @@ def _cover(masks: Windows, windows: Windows) -> bool:
         return False
     if masks.pairs is None and windows.pairs is None:
         return all(
-            contains(np.array(mine)[None], np.array(theirs)[:, None], size).any(1).all()
-            for mine, theirs, size in (
+            contains(np.array(mask_part)[None], np.array(window_part)[:, None], size).any(1).all()
+            for mask_part, window_part, size in (
                 (masks.rows, windows.rows, masks.grid[0]),
                 (masks.columns, windows.columns, masks.grid[1]),
             )
         )
-    mine, theirs = masks.boxes[None], windows.boxes[:, None]
-    held = contains(mine[..., :2], theirs[..., :2], masks.grid[0]) & contains(
-        mine[..., 2:], theirs[..., 2:], masks.grid[1]
+    mask_part, window_part = masks.boxes[None], windows.boxes[:, None]
+    inside = contains(mask_part[..., :2], window_part[..., :2], masks.grid[0]) & contains(
+        mask_part[..., 2:], window_part[..., 2:], masks.grid[1]
     )
-    return bool(held.any(1).all())
+    return bool(inside.any(1).all())
 
 
 def contains(
@@ -266,17 +266,17 @@ def contains(
     return np.asarray((whole == size) | (lead + length <= whole))
 
 
-def _maximal(intervals: tuple[Interval, ...], size: int) -> tuple[Interval, ...]:
+def _keep_maximal(intervals: tuple[Interval, ...], size: int) -> tuple[Interval, ...]:
     distinct = np.array(sorted(set(intervals)))
-    held = contains(distinct[:, None], distinct[None], size)
-    np.fill_diagonal(held, False)
-    return tuple((int(a), int(b)) for a, b in distinct[~held.any(axis=0)])
+    inside = contains(distinct[:, None], distinct[None], size)
+    np.fill_diagonal(inside, False)
+    return tuple((int(a), int(b)) for a, b in distinct[~inside.any(axis=0)])
 
 
-def _touched(axis: "Axis", length: int) -> tuple[Interval, ...]:
+def _touched_intervals(axis: "Axis", length: int) -> tuple[Interval, ...]:
     """Hull, in cells, of what `length` pixels touch, for each position along one axis."""
     cells = len(axis.starts)
-    found: dict[Interval, None] = {}
+    intervals: dict[Interval, None] = {}
     for position in range(axis.size - length + 1):
         hit = np.flatnonzero(axis.touched_cells(position, length))
         if hit.size == 0:
@@ -288,5 +288,5 @@ def _touched(axis: "Axis", length: int) -> tuple[Interval, ...]:
             last = int(gaps.argmax())
             start = int(hit[(last + 1) % hit.size])
             stop = start + cells - int(gaps[last]) + 1
-        found[(start, stop)] = None
-    return tuple(found) or ((0, 1),)
+        intervals[(start, stop)] = None
+    return tuple(intervals) or ((0, 1),)

@@ -32,7 +32,7 @@ REGISTRY: dict[str, Callable[..., LocalModel]] = {
 
 
 def build(name: str, **settings: Any) -> LocalModel:
-    """Return a freshly initialised model of the registry, with `settings` in place of its defaults."""
+    """Return a freshly initialized model of the registry, with `settings` in place of its defaults."""
     if name not in REGISTRY:
         raise InputError(f"`model` must be a known name; got {name!r}. {nearest(name, list(REGISTRY))}")
     known = list(inspect.signature(REGISTRY[name]).parameters)

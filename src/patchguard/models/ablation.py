@@ -2,7 +2,7 @@
 
 After A. Levine and S. Feizi, "(De)randomized smoothing for certifiable defense against patch attacks",
 NeurIPS 2020. The backbone gets six channels: x and 1 - x inside the region, zeros outside, so that black and
-absent pixels differ. Here x is the normalised image: the public ImageNet networks were trained so, those for
+absent pixels differ. Here x is the normalized image: the public ImageNet networks were trained so, those for
 CIFAR-10 on plain pixels.
 """
 
@@ -93,7 +93,7 @@ class Ablation(LocalModel):
         columns = self.region == "column"
         starts = (self.field(height, width).columns if columns else self.field(height, width).rows).starts
         logits = compute_band_logits(
-            self.backbone, _six(normalized), starts, self.band, columns=columns, chunk=self.chunk
+            self.backbone, _append_complement(normalized), starts, self.band, columns=columns, chunk=self.chunk
         )
         return logits[:, :, None] if columns else logits[..., None]
 
@@ -105,12 +105,12 @@ class Ablation(LocalModel):
         starts = self._starts(height, width).to(normalized.device)
         layout = find_memory_format(self.backbone)
         results: list[Tensor] = []
-        for part in torch.split(_six(normalized), self.chunk):
+        for part in torch.split(_append_complement(normalized), self.chunk):
             logits: list[Tensor] = []
             for some in torch.split(starts, max(1, self.chunk // len(part))):
-                shown = self._shown(some, height, width)
+                masks = self._region_masks(some, height, width)
                 # (batch, 1, 6, H, W) and (regions, 1, H, W): not a product, which would let NaN pass.
-                inputs = torch.where(shown, part[:, None], 0.0).flatten(0, 1).contiguous(memory_format=layout)
+                inputs = torch.where(masks, part[:, None], 0.0).flatten(0, 1).contiguous(memory_format=layout)
                 logits.append(torch.unflatten(self.backbone(inputs), 0, (len(part), len(some))))
             results.append(torch.cat(logits, dim=1))
         grid = self.field(height, width).grid
@@ -140,8 +140,8 @@ class Ablation(LocalModel):
         """Return the backbone's input that shows, of image i, the region from (row, column) starts[i] on."""
         height, width = images.shape[2:]
         self.check_size(height, width)
-        shown = self._shown(starts.to(images.device), height, width)
-        return torch.where(shown, _six(self.normalize(images)), 0.0)
+        masks = self._region_masks(starts.to(images.device), height, width)
+        return torch.where(masks, _append_complement(self.normalize(images)), 0.0)
 
     def random_region(
         self, images: Float[Tensor, "batch 3 height width"], generator: torch.Generator | None = None
@@ -193,7 +193,7 @@ class Ablation(LocalModel):
         field = self.field(height, width)
         return torch.cartesian_prod(torch.tensor(field.rows.starts), torch.tensor(field.columns.starts))
 
-    def _shown(
+    def _region_masks(
         self, starts: Int64[Tensor, "regions 2"], height: int, width: int
     ) -> Bool[Tensor, "regions 1 height width"]:
         """Return which pixels belong to each region."""
@@ -204,7 +204,7 @@ class Ablation(LocalModel):
         return (in_rows[:, :, None] & in_columns[:, None, :])[:, None]
 
 
-def _six(normalized: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch 6 height width"]:
+def _append_complement(normalized: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch 6 height width"]:
     return torch.cat([normalized, 1 - normalized], dim=1)
 
 

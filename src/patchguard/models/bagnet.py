@@ -127,30 +127,30 @@ def convert_resnet50_state(state: Mapping[str, Tensor], *, field: int = 17) -> d
     """Return the tensors of a plain ResNet-50 (torchvision's names) as those of the BagNet of this field.
 
     Rule.     A 3x3 kernel becomes, where BagNet's is 1x1, the sum of its nine entries. The 7x7 kernel of the stem is
-              summed into 3x3; the 1x1 kernel before it repeats the three colours. All else is taken as it is.
-    Theorem.  On an image of one colour, every cell has the logits that ResNet-50 has far from the border.
+              summed into 3x3; the 1x1 kernel before it repeats the three colors. All else is taken as it is.
+    Theorem.  On an image of one color, every cell has the logits that ResNet-50 has far from the border.
     Proof.    There, all positions of a layer agree. A kernel then acts by its sum alone, and strides and pooling do
               nothing; only near the border does ResNet-50 read zeros beside the image.
     """
     if state["conv1.weight"].shape[2:] != (7, 7) or "layer4.2.conv3.weight" not in state:
         raise InputError("`state` must be that of a ResNet-50 for photos, whose first kernel is 7 x 7.")
-    found = {name: tensor.clone() for name, tensor in state.items()}
+    converted = {name: tensor.clone() for name, tensor in state.items()}
     for stage, blocks in enumerate(BLOCKS, 1):
         for block in range(blocks):
             if block > 0 or stage > STAGES_WITH_3X3[field]:
                 name = f"layer{stage}.{block}.conv2.weight"
-                found[name] = state[name].sum((2, 3), keepdim=True)
-    found["conv1.weight"], found["conv2.weight"] = _stem(state["conv1.weight"])
-    return found
+                converted[name] = state[name].sum((2, 3), keepdim=True)
+    converted["conv1.weight"], converted["conv2.weight"] = _stem(state["conv1.weight"])
+    return converted
 
 
 def _stem(kernel: Float[Tensor, "stem 3 7 7"]) -> tuple[Float[Tensor, "stem 3 1 1"], Float[Tensor, "stem stem 3 3"]]:
     """Return a 1x1 and a 3x3 kernel, one after the other, for one of 7x7, summed over 2, 3, 2 rows and columns."""
     rows = torch.stack([part.sum(2) for part in torch.split(kernel, [2, 3, 2], 2)], 2)
     small = torch.stack([part.sum(3) for part in torch.split(rows, [2, 3, 2], 3)], 3)
-    colour = torch.arange(len(kernel)) % 3  # every channel carries one colour, so that none stays without a gradient
-    copies = F.one_hot(colour, 3).to(kernel)
-    return copies[:, :, None, None], small[:, colour] / copies.sum(0)[colour].view(1, -1, 1, 1)
+    color = torch.arange(len(kernel)) % 3  # every channel carries one color, so that none stays without a gradient
+    copies = F.one_hot(color, 3).to(kernel)
+    return copies[:, :, None, None], small[:, color] / copies.sum(0)[color].view(1, -1, 1, 1)
 
 
 def bagnet9(

@@ -4,14 +4,14 @@ Let e be the activations of a layer for the empty image (all six channels 0) and
 layers compute with the difference d = x - e, which is zero outside the columns near the band, so that a
 convolution needs only those columns and the usual zero padding:
 
-    convolution W (batch normalisation folded in):   W x + b = (W e + b) + W d
-    rectifier, with a = W e + b and c = W d:         relu(a + c) - relu(a) = max(c, -a) + min(a, 0)
+    convolution W (batch normalization folded in):   W x + b = (W e + b) + W d
+    ReLU, with a = W e + b and c = W d:               relu(a + c) - relu(a) = max(c, -a) + min(a, 0)
 
 Both hold exactly in real numbers; the results differ from those of full images by rounding only. The
 activations of the empty image are the same for all bands and images and are computed once per call.
 
 No band reads a pixel of another, but bands lie side by side in one tensor. A convolution algorithm that
-computes several neighbouring positions by transforms (Winograd, Fourier) can therefore carry rounding errors
+computes several neighboring positions by transforms (Winograd, Fourier) can therefore carry rounding errors
 from one band to the next; direct and matrix-product algorithms carry nothing. An audit on the device in use
 tells.
 """
@@ -34,19 +34,19 @@ POOL = Layer(kernel=3, stride=2, padding=1)
 
 @final
 class Convolution(NamedTuple):
-    """A convolution with the batch normalisation behind it folded into its weights."""
+    """A convolution with the batch normalization behind it folded into its weights."""
 
     weight: Float[Tensor, "outputs inputs kernel kernel"]
     bias: Float[Tensor, "outputs"]
     layer: Layer
 
     def difference(self, inputs: Columns, *, padded: bool = True) -> Columns:
-        """Return what it makes of a difference: no bias. `padded` is about columns; rows always are."""
+        """Return the convolution of a difference, without bias. Rows are always padded, columns only if `padded`."""
         padding = (self.layer.padding if padded else 0, self.layer.padding)
         return F.conv2d(inputs, self.weight, stride=self.layer.stride, padding=padding)
 
     def full(self, inputs: Columns) -> Columns:
-        """Return what it makes of full images."""
+        """Return the convolution of full images."""
         return F.conv2d(inputs, self.weight, self.bias, stride=self.layer.stride, padding=self.layer.padding)
 
 
@@ -66,8 +66,8 @@ class Residual(NamedTuple):
         features += inputs if self.shortcut is None else self.shortcut.full(inputs)
         return F.relu(features, inplace=True)
 
-    def before_rectifiers(self, inputs: Columns) -> list[Columns]:
-        """Return what enters each rectifier of the block, for full images."""
+    def relu_inputs(self, inputs: Columns) -> list[Columns]:
+        """Return the input of each ReLU in the block, for full images."""
         entering: list[Tensor] = []
         features = inputs
         for convolution in self.main:
@@ -78,15 +78,15 @@ class Residual(NamedTuple):
 
 
 @final
-class Rectifier(NamedTuple):
-    """The tables -a and min(a, 0), where a is what enters a rectifier for the empty image."""
+class ReluDifference(NamedTuple):
+    """The tables -a and min(a, 0), where a is the input of a ReLU for the empty image."""
 
     floor: Columns
     shift: Columns
 
     @classmethod
-    def at(cls, entering: Columns) -> "Rectifier":
-        """Return the rectifier of a layer where `entering` comes in for the empty image."""
+    def at(cls, entering: Columns) -> "ReluDifference":
+        """Return the tables of a ReLU whose input is `entering` for the empty image."""
         return cls(-entering, entering.clamp(max=0))
 
     def difference(self, change: Columns, index: Int64[Tensor, "_columns"]) -> Columns:
@@ -105,11 +105,11 @@ class Network(NamedTuple):
 
 
 @final
-class Empty(NamedTuple):
-    """The empty image: what enters the stem's rectifier, the blocks' rectifiers, the result of either."""
+class EmptyImage(NamedTuple):
+    """The empty image: the stem's input to its ReLU, the ReLUs of the blocks, and the result of each."""
 
     stem: Columns
-    rectifiers: list[list[Rectifier]]
+    relus: list[list[ReluDifference]]
     results: list[Columns]
 
 
@@ -167,7 +167,7 @@ def fold_batch_norm(backbone: ResNet, *, transposed: bool) -> Network:
 
 
 def _blocks(backbone: ResNet) -> list[tuple[list[Normalized], Normalized | None]]:
-    """Return every block's convolutions with their normalisations: main branch, and projection if any."""
+    """Return every block's convolutions with their normalizations: main branch, and projection if any."""
     blocks: list[tuple[list[Normalized], Normalized | None]] = []
     for stage in (backbone.layer1, backbone.layer2, backbone.layer3, backbone.layer4):
         for block in stage:
@@ -215,7 +215,7 @@ def compute_band_logits(
     """Return the logits of `backbone` for every band: `inputs` inside it, zeros outside.
 
     Band i shows the columns (rows if not `columns`) starts[i], ..., starts[i] + band - 1, modulo the size. At
-    most about `chunk` pairs of image and band are evaluated at once. Batch normalisation uses its running
+    most about `chunk` pairs of image and band are evaluated at once. Batch normalization uses its running
     statistics.
     """
     network, geometry = fold_batch_norm(backbone, transposed=columns), describe_architecture(backbone)
@@ -230,70 +230,70 @@ def compute_band_logits(
         bands = max(1, chunk // len(part))
         logits: list[Tensor] = []
         for first in range(0, len(starts), bands):
-            chosen = tuple(starts[first : first + bands])
-            plan = plan_bands(geometry, size, across, chosen, band)
+            part_starts = tuple(starts[first : first + bands])
+            plan = plan_bands(geometry, size, across, part_starts, band)
             logits.append(_evaluate(network, plan, empty, part))
         results.append(torch.cat(logits, dim=2))
     return torch.cat(results)
 
 
-def _empty(network: Network, images: Columns) -> Empty:
+def _empty(network: Network, images: Columns) -> EmptyImage:
     """Return the activations of the empty image of the size of `images` without their additional column."""
     stem = network.stem.full(torch.zeros_like(images[:1, :, :-1]))
     result = F.relu(stem)
     if network.pooled:
         result = F.max_pool2d(result, POOL.kernel, POOL.stride, POOL.padding)
-    rectifiers, results = [], [result]
+    relus, results = [], [result]
     for block in network.blocks:
-        entering = block.before_rectifiers(results[-1])
-        rectifiers.append([Rectifier.at(each) for each in entering])
+        entering = block.relu_inputs(results[-1])
+        relus.append([ReluDifference.at(each) for each in entering])
         results.append(F.relu(entering[-1]))
-    return Empty(stem, rectifiers, results)
+    return EmptyImage(stem, relus, results)
 
 
-def _evaluate(network: Network, plan: Plan, empty: Empty, images: Columns) -> Float[Tensor, "batch classes bands"]:
+def _evaluate(network: Network, plan: Plan, empty: EmptyImage, images: Columns) -> Float[Tensor, "batch classes bands"]:
     """Return the logits of all bands of one plan."""
     difference = _stem(network, plan, empty, images)
     done = len(plan.blocks)
-    for block, planned, rectifiers in zip(network.blocks, plan.blocks, empty.rectifiers, strict=False):
-        difference = _block(block, planned, rectifiers, difference)
+    for block, planned, relus in zip(network.blocks, plan.blocks, empty.relus, strict=False):
+        difference = _block(block, planned, relus, difference)
     result = empty.results[done]
     bands = len(plan.full) // result.shape[2]
-    features = _apart(_take(difference, _on(plan.full, images)), bands) + result
+    features = _split_columns(_take(difference, _to_tensor(plan.full, images)), bands) + result
     for block in network.blocks[done:]:
         features = block.full(features)
     logits = F.linear(features.mean((2, 3)), network.head.weight, network.head.bias)
     return torch.unflatten(logits, 0, (len(images), bands)).transpose(1, 2)
 
 
-def _stem(network: Network, plan: Plan, empty: Empty, images: Columns) -> Columns:
+def _stem(network: Network, plan: Plan, empty: EmptyImage, images: Columns) -> Columns:
     """Return the difference that the stem makes of each window of pixels, window after window."""
-    pixels = _apart(_take(images, _on(plan.pixels, images)), plan.windows)
-    change = _together(network.stem.difference(pixels, padded=False), len(images))
-    columns = _on(plan.pooled, images)
+    pixels = _split_columns(_take(images, _to_tensor(plan.pixels, images)), plan.windows)
+    change = _join_columns(network.stem.difference(pixels, padded=False), len(images))
+    columns = _to_tensor(plan.pooled, images)
     if not network.pooled:
-        return Rectifier.at(empty.stem).difference(change, columns)
+        return ReluDifference.at(empty.stem).difference(change, columns)
     # A maximum is not additive: pool the activations themselves. Beyond the border the lowest number there is
     # makes them 0, which is as good as leaving them out, since next to them lie rectified values.
     entering = F.pad(empty.stem, (0, 0, 0, 1), value=torch.finfo(empty.stem.dtype).min)
-    features = F.relu(change + _take(entering, _on(plan.stem, images)))
-    features = F.max_pool2d(_apart(features, plan.windows), POOL.kernel, POOL.stride, (0, POOL.padding))
-    return _together(features, len(images)) - _take(empty.results[0], columns)
+    features = F.relu(change + _take(entering, _to_tensor(plan.stem, images)))
+    features = F.max_pool2d(_split_columns(features, plan.windows), POOL.kernel, POOL.stride, (0, POOL.padding))
+    return _join_columns(features, len(images)) - _take(empty.results[0], columns)
 
 
-def _block(block: Residual, plan: BlockPlan, rectifiers: list[Rectifier], difference: Columns) -> Columns:
+def _block(block: Residual, plan: BlockPlan, relus: list[ReluDifference], difference: Columns) -> Columns:
     """Return the difference on the strip that leaves the block, from that on the strip before it."""
-    inputs = _take(difference, _on(plan.source, difference))
-    before, after, gaps = (_on(index, difference) for index in (plan.before, plan.after, plan.gaps))
+    inputs = _take(difference, _to_tensor(plan.source, difference))
+    before, after, gaps = (_to_tensor(index, difference) for index in (plan.before, plan.after, plan.gaps))
     features = inputs
-    for convolution, rectifier in zip(block.main, rectifiers, strict=True):
+    for convolution, relu in zip(block.main, relus, strict=True):
         features = convolution.difference(features)
         if convolution is block.main[-1]:
             features += inputs if block.shortcut is None else block.shortcut.difference(inputs)
         if features.shape[2] == len(after):
-            features = rectifier.difference(features, after).index_fill_(2, gaps, 0.0)
+            features = relu.difference(features, after).index_fill_(2, gaps, 0.0)
         else:  # Before the stride come 1x1 convolutions only: they leave gaps empty.
-            features = rectifier.difference(features, before)
+            features = relu.difference(features, before)
     return features
 
 
@@ -305,16 +305,16 @@ def _take(features: Columns, index: Int64[Tensor, "_columns"]) -> Columns:
     return features.permute(0, 2, 3, 1).index_select(1, index).permute(0, 3, 1, 2)
 
 
-def _apart(features: Columns, pieces: int) -> Columns:
+def _split_columns(features: Columns, pieces: int) -> Columns:
     """Cut the columns into pieces and move these to the batch; a view with channels last."""
     return torch.unflatten(features, 2, (pieces, -1)).transpose(1, 2).flatten(0, 1)
 
 
-def _together(features: Columns, batch: int) -> Columns:
-    """Undo `_apart`: all pieces of an image side by side, as columns."""
+def _join_columns(features: Columns, batch: int) -> Columns:
+    """Undo `_split_columns`: all pieces of an image side by side, as columns."""
     return torch.unflatten(features, 0, (batch, -1)).transpose(1, 2).flatten(2, 3)
 
 
-def _on(index: Indices, like: Tensor) -> Int64[Tensor, "_columns"]:
+def _to_tensor(index: Indices, like: Tensor) -> Int64[Tensor, "_columns"]:
     # Not waiting for the copy is safe, since a plan never changes.
     return torch.from_numpy(index).to(like.device, non_blocking=True)

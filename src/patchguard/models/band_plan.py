@@ -3,7 +3,7 @@
 A band of pixels changes a few columns of the first layer's output and a few more of every later one;
 elsewhere each layer holds what it computes from the empty image. Those columns, band after band, form one
 long strip per layer. The strip of a layer is convolved like one tall image: between two bands lie columns
-that do not differ from the empty image, so that no band sees its neighbour.
+that do not differ from the empty image, so that no band sees its neighbor.
 """
 
 import math
@@ -41,12 +41,12 @@ class Layer(NamedTuple):
     def changed(self, crops: Crops, size: int) -> Crops:
         """Return, per band, the intervals of output columns that read a column of its `crops`.
 
-        `size` columns go in. Intervals that touch are joined, so that what is left never meets within a
+        `size` columns go in. Intervals that touch are merged, so that what is left never meets within a
         layer.
         """
         last = self.outputs(size) - 1
         return [
-            _joined(
+            _merge_intervals(
                 (
                     max(0, -((self.kernel - 1 - self.padding - low) // self.stride)),
                     min(last, (high + self.padding) // self.stride),
@@ -96,10 +96,10 @@ class Strip:
     def positions(self, band: Indices, column: Indices, bands: int) -> Indices:
         """Return where (band, column) lies in this strip, `zero` for what the strip does not hold."""
         where = np.full((bands, self.size + 1), self.zero, dtype=np.int64)
-        held = self.column < self.size
-        where[self.band[held], self.column[held]] = np.flatnonzero(held)
-        found: Indices = where[band, np.minimum(column, self.size)]
-        return found
+        is_column = self.column < self.size
+        where[self.band[is_column], self.column[is_column]] = np.flatnonzero(is_column)
+        positions: Indices = where[band, np.minimum(column, self.size)]
+        return positions
 
 
 @final
@@ -235,7 +235,7 @@ def _plan_block(
 def lay_out(crops: Crops, size: int) -> Strip:
     """Return a strip of the intervals `crops[band]` of a layer of `size` columns.
 
-    The outermost columns of an interval enter a block unchanged and so keep its neighbours in the strip
+    The outermost columns of an interval enter a block unchanged and so keep its neighbors in the strip
     apart, unless the border of the image cut it. There, and at the end, goes a gap.
     """
     bands: list[int] = []
@@ -305,18 +305,18 @@ def _band(start: int, band: int, size: int) -> list[Interval]:
     stop = start + band - 1
     if stop < size:
         return [(start, stop)]
-    return _joined([(0, stop - size), (start, size - 1)])
+    return _merge_intervals([(0, stop - size), (start, size - 1)])
 
 
-def _joined(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of `intervals` as disjoint intervals in order, those that touch joined to one."""
-    joined: list[Interval] = []
+def _merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the union of `intervals` as disjoint intervals in order, those that touch merged to one."""
+    merged: list[Interval] = []
     for low, high in sorted(interval for interval in intervals if interval[0] <= interval[1]):
-        if joined and low <= joined[-1][1] + 1:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], high))
+        if merged and low <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], high))
         else:
-            joined.append((low, high))
-    return joined
+            merged.append((low, high))
+    return merged
 
 
 def _length(crops: Crops) -> int:

@@ -22,7 +22,7 @@ CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 class LocalModel(nn.Module, ABC):
     """Maps pixels in [0, 1] to local logits, one vector of class scores for each cell of a grid.
 
-    A subclass writes `local_logits`, which gets normalised images, and `smallest_input`. `name` is its entry
+    A subclass writes `local_logits`, which gets normalized images, and `smallest_input`. `name` is its entry
     in `patchguard.models.REGISTRY`: `build(model.name, **model.config())` has the same architecture. It is
     empty for a model that cannot be rebuilt.
     """
@@ -45,7 +45,7 @@ class LocalModel(nn.Module, ABC):
     def local_logits(
         self, normalized: Float[Tensor, "batch 3 height width"]
     ) -> Float[Tensor, "batch classes rows columns"]:
-        """Return the local logits of images that are already normalised."""
+        """Return the local logits of images that are already normalized."""
 
     @abstractmethod
     def smallest_input(self) -> tuple[int, int]:
@@ -101,7 +101,7 @@ class Normalize(nn.Module):
             self.register_buffer(key, torch.tensor(value).view(3, 1, 1), persistent=False)
 
     def forward(self, images: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch 3 height width"]:
-        """Return the normalised images."""
+        """Return the normalized images."""
         return (images - self.mean) / self.std
 
     def config(self) -> dict[str, list[float]]:

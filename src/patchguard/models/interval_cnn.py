@@ -1,4 +1,4 @@
-"""A small convolutional network for interval bounds: plain layers, no normalisation, one answer per image."""
+"""A small convolutional network for interval bounds: plain layers, no normalization, one answer per image."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -97,5 +97,5 @@ def interval_cnn(
     mean: Sequence[float] = CIFAR10_MEAN,
     std: Sequence[float] = CIFAR10_STD,
 ) -> IntervalCnn:
-    """Return four convolutions and a linear layer without normalisation, for interval bounds."""
+    """Return four convolutions and a linear layer without normalization, for interval bounds."""
     return IntervalCnn(classes=classes, side=side, widths=widths, kernels=kernels, strides=strides, mean=mean, std=std)

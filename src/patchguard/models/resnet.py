@@ -94,7 +94,7 @@ def build_projection(inputs: int, outputs: int, stride: int) -> nn.Sequential | 
 
 @final
 class ResNet(nn.Module):
-    """The plain classifier: normalised images, of `in_channels` channels, to one vector of logits per image.
+    """The plain classifier: normalized images, of `in_channels` channels, to one vector of logits per image.
 
     `small_images` replaces the stem (7x7 convolution of stride 2, pooling of stride 2) by one 3x3
     convolution, as is usual for 32 x 32 pixels. `width` multiplies the channels.

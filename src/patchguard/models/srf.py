@@ -24,7 +24,7 @@ WIDE = (208, 416, 416, 832, 832, 832)
 class Srf(LocalModel):
     """A 3x3 stem, then one residual block for each of `widths`, then a linear layer at each cell.
 
-    Cell (u, v) reads the field x field pixels centred on (stride * u, stride * v), as far as they lie inside
+    Cell (u, v) reads the field x field pixels centered on (stride * u, stride * v), as far as they lie inside
     the image. The field is 1 + 2 n for stride 1, with n the number of 3x3 convolutions, and 1 + 2 n_1 + 4 n_2
     for stride 2, with n_1 of them up to and including the one that carries the stride and n_2 after it. n_1
     is 1 or 2, whichever makes the field come out: to halve the resolution early is cheapest. The stem is
@@ -159,7 +159,7 @@ class Block(nn.Module):
 
 @final
 class ConvNorm(nn.Module):
-    """A convolution without bias, zero-padded to keep the size, and batch normalisation.
+    """A convolution without bias, zero-padded to keep the size, and batch normalization.
 
     With frozen statistics the two are one affine map, and are computed as one convolution:
 
@@ -176,7 +176,7 @@ class ConvNorm(nn.Module):
     def forward(
         self, inputs: Float[Tensor, "batch inputs height width"], step: int = 1
     ) -> Float[Tensor, "batch outputs rows columns"]:
-        """Return the normalised features, of each `step`-th position only."""
+        """Return the normalized features, of each `step`-th position only."""
         norm, mean, variance = self.norm, self.norm.running_mean, self.norm.running_var
         stride, padding = self.conv.stride[0] * step, self.conv.padding[0]
         if self.training or mean is None or variance is None:

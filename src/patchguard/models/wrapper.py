@@ -30,7 +30,7 @@ def wrap(
     std: Sequence[float] = IMAGENET_STD,
     smallest_input: tuple[int, int] = (1, 1),
 ) -> "Wrapped":
-    """Return `module` as a `LocalModel`; it gets images normalised with `mean` and `std`.
+    """Return `module` as a `LocalModel`; it gets images normalized with `mean` and `std`.
 
     `module` returns local logits (batch, classes, rows, columns). Or it is a pair (features, head): features
     returns (batch, channels, rows, columns), and head, applied at each position, turns a vector of channels

@@ -28,6 +28,7 @@ from patchguard.paper.study_images import PHOTO, SMALL
 from patchguard.runs.job import matched
 from patchguard.storage import zoo
 from patchguard.storage.presets import PRESETS
+from patchguard.storage.published_models import ZOO
 from patchguard.training import recipes
 
 logger = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class Context:
         if name == "imagenette_resnet50":
             yield f"python -m patchguard.training.pretrained RESNET50_OF_IMAGENET.safetensors {self._made(name)}"
         elif name not in recipes.RECIPES:
-            yield f"Put {name}.safetensors into a folder and set {zoo.FOLDER} to that folder."
+            yield f"Put {name}.safetensors into a folder and set {ZOO} to that folder."
         else:
             for before in self._needed(name):
                 yield from self._commands(before)

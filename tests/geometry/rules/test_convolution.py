@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from patchguard.errors import InputError
-from patchguard.geometry.rules.sliding import meets_input, sliding
+from patchguard.geometry.rules.neighborhood import any_window_meets_input, window_taps
 from patchguard.models import wrap
 
 ONLY_PADDING = "has only windows that lie wholly in the padding"
@@ -50,9 +50,9 @@ def test_whether_a_window_meets_the_input_agrees_with_all_its_taps() -> None:
     for count, kernel, stride, padding, dilation in product((1, 2, 5), (1, 2, 3), (1, 2, 3), range(5), (1, 2, 3)):
         size = (count + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
         if size > 0:
-            taps = sliding(size, kernel, stride, padding, dilation)
+            taps = window_taps(size, kernel, stride, padding, dilation)
             answers.append(bool(((taps >= 0) & (taps < count)).any()))
-            assert meets_input(count, size, kernel, stride, padding, dilation) == answers[-1]
+            assert any_window_meets_input(count, size, kernel, stride, padding, dilation) == answers[-1]
     assert 10 < answers.count(False) < answers.count(True)
 
 
@@ -61,9 +61,8 @@ MANY = """
 import random
 import torch
 from torch import nn
-from patchguard.geometry.rules.call import Call, Constant
-from patchguard.geometry.rules.layout import Layout, Refused, channels, images, pixels
-from patchguard.geometry.rules.sliding import convolution
+from patchguard.geometry.rules.layout import Call, Constant, Layout, RuleError
+from patchguard.geometry.rules.neighborhood import convolve
 
 chance = random.Random(0)
 accepted = refused = 0
@@ -78,12 +77,12 @@ with torch.no_grad():
         shape = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in axes]
         if min(shape) < 1:
             continue
-        image = Layout((images(7), channels(inside), pixels("row", size[0]), pixels("column", size[1])))
+        image = Layout.of_images(7, inside, size[0], size[1])
         names = {"input": image, "weight": Constant(tuple(layer.weight.shape)), "stride": list(stride)}
         names |= {"padding": list(padding), "dilation": list(dilation)}
         try:
-            convolution(Call("conv2d", names, ((7, outside, *shape),)))
-        except Refused:
+            convolve(Call("conv2d", names, ((7, outside, *shape),)))
+        except RuleError:
             refused += 1
             continue
         accepted += 1

@@ -8,7 +8,7 @@ from helpers.field_rules import Layer, allowed_pixels, check_batch_rows, observe
 from torch import Tensor, nn
 from torch.nn import functional
 
-from patchguard.geometry.rules.layout import Refused
+from patchguard.geometry.rules.layout import RuleError
 
 SIZE = (9, 8)
 Step = Callable[[Tensor], Tensor]
@@ -111,7 +111,7 @@ def test_no_cell_of_a_random_network_moves_with_what_the_rules_leave_out() -> No
             network = random_network(seed)
         try:
             may = allowed_pixels(network, SIZE)
-        except Refused:
+        except RuleError:
             outcomes.append("refused")
             continue
         for layout in (torch.contiguous_format, torch.channels_last):

@@ -14,9 +14,8 @@ from patchguard.defenses import ClippedSum
 from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
 from patchguard.geometry.preprocess import Preprocess
-from patchguard.geometry.rules.call import Call
-from patchguard.geometry.rules.layout import Layout, channels, images, pixels
-from patchguard.geometry.rules.sliding import upsampling
+from patchguard.geometry.rules.layout import Call, Layout
+from patchguard.geometry.rules.neighborhood import upsample
 from patchguard.guards.local import LocalGuard
 from patchguard.models import wrap
 from patchguard.patch import Patch
@@ -45,9 +44,9 @@ Axis = tuple[int, int, float | None]  # rows of the input, rows of the result, t
 def rule_reads(mode: str, corners: bool | None, *axes: Axis) -> list[np.ndarray]:
     """The same by the rule, for rows and columns of one call; a single axis stands for both."""
     (height, rows, tall), (width, columns, wide) = axes if len(axes) == 2 else axes * 2
-    image = Layout((images(5), channels(3), pixels("row", height), pixels("column", width)))
+    image = Layout.of_images(5, 3, height, width)
     arguments = {"input": image, "align_corners": corners, "scales_h": tall, "scales_w": wide}
-    *_, (row,), (column,) = upsampling(Call(OPERATIONS[mode], arguments, ((5, 3, rows, columns),))).dimensions
+    *_, (row,), (column,) = upsample(Call(OPERATIONS[mode], arguments, ((5, 3, rows, columns),))).dimensions
     both = zip((row, column), (np.arange(height), np.arange(width)), strict=True)
     return [(factor.low[:, None] <= pixel) & (pixel <= factor.high[:, None]) for factor, pixel in both]
 

@@ -8,9 +8,13 @@ from helpers.field_rules import Layer, check_batch_rows, check_field, refusal_re
 from torch import Tensor, nn
 from torch.nn import functional
 
-from patchguard.geometry.rules.call import Call, Constant
-from patchguard.geometry.rules.layout import Layout, Refused, channels, images, pixels
-from patchguard.geometry.rules.mixing import batch_norm
+from patchguard.geometry.rules.layout import (
+    Call,
+    Constant,
+    Layout,
+    RuleError,
+)
+from patchguard.geometry.rules.pointwise import batch_norm
 
 SIZE = (5, 6)
 MEAN, VARIANCE = torch.linspace(-1, 1, 4, dtype=torch.float64), torch.linspace(0.5, 2, 4, dtype=torch.float64)
@@ -120,9 +124,9 @@ def test_mixing_images_or_positions_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("missing", ["running_mean", "running_var", "stored"])
 def test_batch_norm_needs_both_stored_statistics_and_rest(missing: str) -> None:
-    image = Layout((images(7), channels(3), pixels("row", 4), pixels("column", 5)))
+    image = Layout.of_images(7, 3, 4, 5)
     arguments = {"input": image, "running_mean": Constant((3,)), "running_var": Constant((3,)), "training": False}
     assert batch_norm(Call("batch_norm", arguments, (image.shape,))) is image
     arguments |= {"training": True} if missing == "stored" else {missing: None}
-    with pytest.raises(Refused, match="statistics of the batch"):
+    with pytest.raises(RuleError, match="statistics of the batch"):
         batch_norm(Call("batch_norm", arguments, (image.shape,)))

@@ -8,9 +8,12 @@ from helpers.field_rules import Layer, check_batch_rows, check_field, derive_lay
 from torch import Tensor, nn
 from torch.nn import functional
 
-from patchguard.geometry.rules.call import Call
-from patchguard.geometry.rules.layout import Layout, Refused, channels, images, pixels
-from patchguard.geometry.rules.sliding import narrowing
+from patchguard.geometry.rules.layout import (
+    Call,
+    Layout,
+    RuleError,
+)
+from patchguard.geometry.rules.neighborhood import narrow
 
 SIZE = (7, 8)
 
@@ -111,15 +114,15 @@ def test_a_window_that_lies_in_the_padding_reads_nothing() -> None:
 
 
 def test_a_narrowed_dimension_counts_its_start_from_the_end_too() -> None:
-    image = Layout((images(7), channels(3), pixels("row", 6), pixels("column", 5)))
-    part = narrowing(Call("narrow", {"self": image, "dim": 2, "start": -4, "length": 3}, ((7, 3, 3, 5),)))
+    image = Layout.of_images(7, 3, 6, 5)
+    part = narrow(Call("narrow", {"self": image, "dim": 2, "start": -4, "length": 3}, ((7, 3, 3, 5),)))
     assert part.dimensions[2][0].low.tolist() == [2, 3, 4]
-    with pytest.raises(Refused, match="images of the batch"):
-        narrowing(Call("narrow", {"self": image, "dim": 0, "start": 0, "length": 3}, ((3, 3, 6, 5),)))
+    with pytest.raises(RuleError, match="images of the batch"):
+        narrow(Call("narrow", {"self": image, "dim": 0, "start": 0, "length": 3}, ((3, 3, 6, 5),)))
 
 
 def test_an_operation_without_a_number_of_axes_is_refused() -> None:
-    with pytest.raises(Refused, match="no rule for its number of axes"):
+    with pytest.raises(RuleError, match="no rule for its number of axes"):
         _ = Call("pool", {}, ((1,),)).axes
     assert [Call(name, {}, ((1,),)).axes for name in ("avg_pool1d", "_upsample_nearest_exact2d")] == [1, 2]
 

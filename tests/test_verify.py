@@ -329,7 +329,7 @@ STRANGE = st.one_of(
 def test_no_edit_makes_a_false_claim_valid():
     met = Counter()
 
-    @settings(max_examples=400, deadline=None, database=None)
+    @settings(max_examples=200, deadline=None, database=None)
     @given(st.data(), st.integers(0, 60), st.sampled_from(RULES))
     def edit(data, seed, rule):
         original = honest(seed, rule)

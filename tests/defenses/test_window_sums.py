@@ -38,7 +38,7 @@ def written_out(values: torch.Tensor, windows: Windows) -> torch.Tensor:
 
 @given(pairs(), st.sampled_from([0, 5, -3]), st.integers(0, 10**6))
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_heaviest_is_the_largest_mask_sum_after_the_window_is_filled(pair, fill, seed) -> None:
     masks, windows = pair
@@ -55,7 +55,7 @@ def test_heaviest_is_the_largest_mask_sum_after_the_window_is_filled(pair, fill,
 
 @given(pairs(), st.integers(0, 10**6))
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=70, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_sums_and_overlaps_and_covers_match_their_definitions(pair, seed) -> None:
     masks, windows = pair

@@ -25,9 +25,7 @@ def test_the_page_is_up_to_date(made):
 
 
 def test_published_runs_have_the_names_of_experiments(made):
-    known = {
-        f"{each.name}-{data}" if data else each.name for each in EXPERIMENTS.values() for data in each.sets or ("",)
-    }
+    known = {each.result_name(data) for each in EXPERIMENTS.values() for data in each.datasets or ("",)}
     assert {path.stem for path in made.RUNS.glob("*.json")} <= known
 
 

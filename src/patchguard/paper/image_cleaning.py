@@ -9,7 +9,7 @@
 * `DigitalWatermarking`: J. Hayes, "On visible adversarial perturbations & digital watermarking", CVPR workshops 2018
   (the blind defense). Paints over the region that the answer depends on most.
 
-Both were published with attacks that do not know of them. An attack that does takes the gradient through the cleaning:
+Both were published with attacks that do not know them. An attack that does takes the gradient through the cleaning:
 `Cleaned.differentiable_logits`, which an attack uses as it uses a guard's.
 """
 
@@ -32,9 +32,8 @@ from patchguard.guards.local import PIXELS_AT_ONCE, LocalGuard
 from patchguard.models.base import LocalModel
 from patchguard.runtime import device_and_dtype, full_precision
 
-LEAK = 0.1  # share of the gradient that passes where the rule lets none through, as in the attacks, which lie above
+LEAK = 0.1  # fraction of the gradient that passes where the rule lets none through, as in the attacks
 PUBLISHED_SIDE = 224  # pixels that the published window sizes are for; smaller images get smaller windows
-
 SURROGATES = ("chain", "smooth")
 
 Map = Float[Tensor, "batch height width"]
@@ -92,11 +91,16 @@ class Cleaned:
         return self.guard.differentiable_logits(self.cleaning.differentiable(images, self.guard))
 
     def certify(self, *arguments: object, **settings: object) -> NoReturn:
-        """Refuse: what is cleaned can be anything."""
+        """Refuse: a cleaned image can be anything."""
         raise InputError(
             f"{type(self.cleaning).__name__} has no certificate: it cleans by a heuristic that reads the whole image, "
             "so one patch may change every pixel that the network sees. Certify the guard behind it: `cleaned.guard`."
         )
+
+
+def _zero_with_gradient(value: Tensor) -> Tensor:
+    """Return zero, with the gradient of `value`."""
+    return value - value.detach()
 
 
 # -- local gradient smoothing ------------------------------------------------------------------------------------------
@@ -108,8 +112,8 @@ class LocalGradientSmoothing:
     r"""Darken regions of high frequency.
 
     Rule.  x'(p) = x(p) (1 - min(1, `strength` g(p) m(p))), where g is the magnitude of the first differences of x, all
-           colours together, brought to [0, 1] image by image, and m(p) = 1 if p lies in a block of `window` x `window`
-           pixels in which the mean of g exceeds `threshold`. Neighbouring blocks share `overlap` pixels.
+           colors together, scaled to [0, 1] image by image, and m(p) = 1 if p lies in a block of `window` x `window`
+           pixels in which the mean of g exceeds `threshold`. Neighboring blocks share `overlap` pixels.
 
     The numbers are the published ones, which are for images of about 300 pixels; `fitted` shrinks the blocks for small
     images.
@@ -128,9 +132,7 @@ class LocalGradientSmoothing:
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap < self.window:
-            raise InputError(
-                f"`overlap` must lie between 0 and `window` - 1; got {self.overlap} for a window of {self.window}."
-            )
+            raise InputError(f"`overlap` must lie between 0 and {self.window - 1}, below `window`; got {self.overlap}.")
         if not (0 <= self.threshold < 1 and self.strength > 0):
             raise InputError(
                 f"`threshold` must lie in [0, 1) and `strength` above 0; got {self.threshold} and {self.strength}."
@@ -147,45 +149,31 @@ class LocalGradientSmoothing:
     def __call__(self, images: Images, guard: LocalGuard[Any] | None = None) -> Images:
         """Return the darkened images."""
         with torch.no_grad():
-            return self._rule(images)
+            return self.darken(images)
 
     def differentiable(self, images: Images, guard: LocalGuard[Any] | None = None) -> Images:
         """Return the same, with the gradient of the surrogate."""
         if self.surrogate == "chain":
-            return self._rule(images, leak=LEAK)
-        low = functional.avg_pool2d(images, 3, stride=1, padding=1)
-        return self(images) + _vanishing(low)
+            return self.darken(images, leak=LEAK)
+        return self(images) + _zero_with_gradient(functional.avg_pool2d(images, 3, stride=1, padding=1))
 
-    def _rule(self, images: Images, leak: float = 0.0) -> Images:
-        return smooth_gradients(
-            images,
-            window=self.window,
-            overlap=self.overlap,
-            threshold=self.threshold,
-            strength=self.strength,
-            leak=leak,
-        )
-
-
-def smooth_gradients(
-    images: Images, *, window: int, overlap: int, threshold: float, strength: float, leak: float = 0.0
-) -> Images:
-    """Return images without their regions of high frequency: the rule of `LocalGradientSmoothing`."""
-    magnitude = gradient_magnitude(images)
-    low, high = magnitude.amin((1, 2), keepdim=True), magnitude.amax((1, 2), keepdim=True)
-    spread = high - low
-    flat = spread == 0
-    normalised = torch.where(flat, 0.0, (magnitude - low) / torch.where(flat, 1.0, spread))
-    kept = busy_blocks(normalised.detach(), window=window, overlap=overlap, threshold=threshold)
-    wanted = strength * normalised * kept
-    cut = wanted.clamp(max=1.0)
-    if leak > 0:
-        cut = cut + leak * _vanishing(wanted - cut)
-    return images * (1 - cut.unsqueeze(1))
+    def darken(self, images: Images, leak: float = 0.0) -> Images:
+        """Apply the rule; a fraction `leak` of the gradient passes where the product is cut."""
+        magnitude = gradient_magnitude(images)
+        low, high = magnitude.amin((1, 2), keepdim=True), magnitude.amax((1, 2), keepdim=True)
+        spread = high - low
+        flat = spread == 0
+        scaled = torch.where(flat, 0.0, (magnitude - low) / torch.where(flat, 1.0, spread))
+        busy = busy_blocks(scaled.detach(), window=self.window, overlap=self.overlap, threshold=self.threshold)
+        wanted = self.strength * scaled * busy
+        cut = wanted.clamp(max=1.0)
+        if leak > 0:
+            cut = cut + leak * _zero_with_gradient(wanted - cut)
+        return images * (1 - cut.unsqueeze(1))
 
 
 def gradient_magnitude(images: Images) -> Map:
-    """Return the length of the first differences to the right and down, all colours together; 0 beyond the border."""
+    """Return the length of the first differences to the right and down, all colors together; 0 beyond the border."""
     right = functional.pad(images[..., :, 1:] - images[..., :, :-1], (0, 1, 0, 0))
     down = functional.pad(images[..., 1:, :] - images[..., :-1, :], (0, 0, 0, 1))
     # The norm has gradient 0 at 0, where a square root would have none.
@@ -198,26 +186,17 @@ def busy_blocks(values: Map, *, window: int, overlap: int, threshold: float) -> 
     height, width = values.shape[1:]
     rows, columns = min(window, height), min(window, width)
     means = functional.avg_pool2d(values.unsqueeze(1), (rows, columns), stride=1).squeeze(1)
-    down, across = _starts(height, rows, window - overlap), _starts(width, columns, window - overlap)
-    busy = (means[:, down][:, :, across] > threshold).to(values.dtype)
+    tops, lefts = ([*range(0, last, window - overlap), last] for last in (height - rows, width - columns))
+    busy = (means[:, tops][:, :, lefts] > threshold).to(values.dtype)
     with torch.autocast(values.device.type, enabled=False):
-        touched = _members(height, rows, down).to(values) @ busy @ _members(width, columns, across).to(values).T
+        touched = _members(height, rows, tops).to(values) @ busy @ _members(width, columns, lefts).to(values).T
     return (touched > 0).to(values.dtype)
 
 
-def _starts(length: int, window: int, step: int) -> list[int]:
-    return [*range(0, length - window, step), length - window]
-
-
 def _members(length: int, window: int, starts: list[int]) -> Float[Tensor, "length blocks"]:
-    """Which pixels of a line lie in which block."""
-    places = torch.arange(length).unsqueeze(1) - torch.tensor(starts)
-    return ((places >= 0) & (places < window)).float()
-
-
-def _vanishing(value: Tensor) -> Tensor:
-    """Zero, with the gradient of `value`."""
-    return value - value.detach()
+    """Return which pixels of a line lie in which block."""
+    offsets = torch.arange(length).unsqueeze(1) - torch.tensor(starts)
+    return ((offsets >= 0) & (offsets < window)).float()
 
 
 # -- digital watermarking ----------------------------------------------------------------------------------------------
@@ -244,7 +223,7 @@ class DigitalWatermarking:
 
     def __post_init__(self) -> None:
         if not 0 < self.share < 1:
-            raise InputError(f"`share` must be a share of the pixels between 0 and 1; got {self.share}.")
+            raise InputError(f"`share` must be a fraction of the pixels between 0 and 1; got {self.share}.")
         if self.radius < 1:
             raise InputError(f"`radius` must be a whole number of pixels, 1 or more; got {self.radius}.")
 
@@ -257,15 +236,15 @@ class DigitalWatermarking:
         """Return the images with the region painted over."""
         region = dense_region(saliency(guard, images), share=self.share, radius=self.radius)
         with torch.no_grad():
-            return inpainted(images, region)
+            return inpaint(images, region)
 
     def differentiable(self, images: Images, guard: LocalGuard[Any]) -> Images:
         """Return the same; its gradient is handed straight on."""
-        return self(images.detach(), guard) + _vanishing(images)
+        return self(images.detach(), guard) + _zero_with_gradient(images)
 
 
 def saliency(guard: LocalGuard[Any], images: Images) -> Map:
-    """Return how much each pixel speaks for the guard's own label, by guided backpropagation: its largest colour.
+    """Return how much each pixel speaks for the guard's own label, by guided backpropagation: its largest color.
 
     J. T. Springenberg et al., "Striving for simplicity: the all convolutional net", ICLR workshop 2015: the gradient of
     the label's score, of which every ReLU on the way back lets only positive parts through.
@@ -307,41 +286,36 @@ class _GuidedReLUs(TorchFunctionMode):
 
 def dense_region(values: Map, *, share: float, radius: int) -> Region:
     """Return where the largest `share` of the values lies densely: thresholded, closed, opened."""
-    kept = max(1, math.floor(share * values[0].numel()))
-    least = values.flatten(1).topk(kept, dim=1).values[:, -1].view(-1, 1, 1)
+    count = max(1, math.floor(share * values[0].numel()))
+    least = values.flatten(1).topk(count, dim=1).values[:, -1].view(-1, 1, 1)
     region = ((values >= least) & (values > 0)).to(values.dtype)
-    region = dilated(eroded(dilated(region, radius), 2 * radius), 2 * radius)
-    return region > 0
+    eroded = -_dilate(-_dilate(region, radius), 2 * radius)
+    return _dilate(eroded, 2 * radius) > 0
 
 
-def dilated(region: Map, radius: int) -> Map:
+def _dilate(region: Map, radius: int) -> Map:
     """Return the largest value in the square of `radius` around each pixel, clipped at the border."""
     return functional.max_pool2d(region.unsqueeze(1), 2 * radius + 1, stride=1, padding=radius).squeeze(1)
 
 
-def eroded(region: Map, radius: int) -> Map:
-    """Return the smallest value in the square of `radius` around each pixel, clipped at the border."""
-    return -dilated(-region, radius)
-
-
-def inpainted(images: Images, region: Region) -> Images:
+def inpaint(images: Images, region: Region) -> Images:
     """Return images whose `region` is filled from its surroundings, smoothly; all else stays bit by bit.
 
     Coarser and coarser means of the known pixels are taken, down to one pixel; then each unknown pixel takes the
-    interpolated value of the next coarser level. An image that is all unknown becomes grey.
+    interpolated value of the next coarser level. An image that is all unknown becomes gray.
     """
     known = (~region).unsqueeze(1).to(images.dtype)
-    return torch.where(region.unsqueeze(1), _filled(images * known, known), images).clamp(0, 1)
+    return torch.where(region.unsqueeze(1), _fill(images * known, known), images).clamp(0, 1)
 
 
-def _filled(sums: Tensor, weight: Tensor) -> Tensor:
+def _fill(sums: Tensor, weight: Tensor) -> Tensor:
     """Return `sums / weight` where there is weight, and what the coarser levels say elsewhere."""
     height, width = sums.shape[-2:]
     if height == width == 1:
         coarse = torch.full_like(sums, 0.5)
     else:
         # Both are averaged over the same pixels, fewer at the border, so that their quotient stays a mean.
-        coarse = _filled(*(functional.avg_pool2d(each, 2, ceil_mode=True) for each in (sums, weight)))
+        coarse = _fill(*(functional.avg_pool2d(each, 2, ceil_mode=True) for each in (sums, weight)))
         coarse = functional.interpolate(coarse, (height, width), mode="bilinear", align_corners=False)
     some = weight > 0
     return torch.where(some, sums / torch.where(some, weight, 1.0), coarse)

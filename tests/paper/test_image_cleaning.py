@@ -13,16 +13,15 @@ from patchguard.errors import InputError
 from patchguard.geometry.preprocess import Preprocess
 from patchguard.guards.local import LocalGuard
 from patchguard.models import LocalModel, build
-from patchguard.paper.empirical import (
+from patchguard.paper.image_cleaning import (
     Cleaned,
     DigitalWatermarking,
     LocalGradientSmoothing,
     busy_blocks,
     dense_region,
     gradient_magnitude,
-    inpainted,
+    inpaint,
     saliency,
-    smooth_gradients,
 )
 from patchguard.patch import Patch
 
@@ -93,13 +92,13 @@ def test_published_blocks_are_for_large_images_and_shrink_with_small_ones():
 
 def test_only_a_leak_tells_an_attack_about_black_pixels():
     attacked = noisy_patch(torch.full((1, 3, 32, 32), 0.5), 10, 12, 6).requires_grad_()
-    settings = {"window": 3, "overlap": 1, "threshold": 0.1, "strength": 2.3}
-    black = smooth_gradients(attacked.detach(), **settings) == 0
+    smoothing = LocalGradientSmoothing(window=3, overlap=1)
+    black = smoothing.darken(attacked.detach()) == 0
     black &= attacked.detach() > 0
     assert black.any()
 
     def gradient(leak: float) -> torch.Tensor:
-        return torch.autograd.grad(smooth_gradients(attacked, **settings, leak=leak)[black].sum(), attacked)[0]
+        return torch.autograd.grad(smoothing.darken(attacked, leak=leak)[black].sum(), attacked)[0]
 
     assert not gradient(0.0).any()
     assert gradient(0.1).any()
@@ -134,10 +133,10 @@ def test_inpainting_changes_the_region_alone_and_continues_its_surroundings():
     region[0, 2:7, 3:8] = True
     attacked = flat.clone()
     attacked[:, :, region[0]] = torch.rand(1, 3, 25)
-    filled = inpainted(attacked, region)
+    filled = inpaint(attacked, region)
     assert torch.equal(filled[:, :, ~region[0]], attacked[:, :, ~region[0]])
     torch.testing.assert_close(filled[:, :, region[0]], flat[:, :, region[0]], atol=0.16, rtol=0)
-    everything = inpainted(attacked, torch.ones_like(region))
+    everything = inpaint(attacked, torch.ones_like(region))
     torch.testing.assert_close(everything, torch.full_like(everything, 0.5))
 
 

@@ -319,7 +319,7 @@ def describe_environment() -> dict[str, str | int | None]:
     return {
         "patchguard": __version__,
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "numpy": np.__version__,
         "system": f"{platform.system()} {platform.machine()}",
         "cpu_count": os.cpu_count(),

@@ -87,9 +87,9 @@ def test_a_labelled_folder_gives_records_summary_gallery_and_a_table(run, labell
     assert large["patches"]["2x2"]["masks"] == "refitted"
     assert (small["patches"]["4%"]["height"], large["patches"]["4%"]["height"]) == (4, 4)
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["images"], summary["errors"], summary["labelled"]) == (19, 1, True)
+    assert (summary["images"], summary["errors"], summary["labeled"]) == (19, 1, True)
     assert summary["patches"]["2x2"]["masks"] == "mixed"
-    assert sum(row["of"] for row in summary["classes"]) == 18
+    assert sum(row["total"] for row in summary["classes"]) == 18
     assert [row["name"] for row in summary["classes"]] == list(NAMES)
     chosen = json.loads((tmp_path / "gallery.json").read_text())
     with np.load(tmp_path / "gallery.npz", allow_pickle=False) as arrays:
@@ -127,8 +127,8 @@ def test_images_without_classes_get_labels_and_proofs(run, labelled, tmp_path):
     assert shown.exit_code == 0, shown.output
     summary = json.loads(shown.stdout)
     assert summary == json.loads((tmp_path / "summary.json").read_text())
-    assert set(summary["patches"]["2x2"]) == {"proved", "masks"}
-    assert summary["settings"]["labelled"] is False
+    assert summary["patches"]["2x2"]["certified"] is None
+    assert summary["settings"]["labeled"] is False
     assert {entry["group"] for entry in json.loads((tmp_path / "gallery.json").read_text())} <= {"proved", "not proved"}
 
 
@@ -153,7 +153,7 @@ def test_the_rule_can_be_swapped(run, labelled, tmp_path, words):
     settings = json.loads((tmp_path / "run.json").read_text())["settings"]
     assert settings["defense"] == (words[1] if words[0] == "--defense" else "DoubleMasking")
     assert settings["images"] == 6
-    assert settings["tau"] == (3 if words[0] == "--tau" else None)
+    assert settings["rule"]["tau"] == (3 if words[0] == "--tau" else None)
     assert (", tau 3" in shown.stdout) == (words[0] == "--tau")
 
 

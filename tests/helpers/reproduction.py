@@ -48,7 +48,7 @@ def save_model(context: Context, name: str, guard: LocalGuard, side: int | None 
     """Make a model available to a context under a name."""
     folder = context.cache / "models" / name
     folder.mkdir(parents=True)
-    zoo.save(guard, folder / f"{name}.safetensors", recipe=None if side is None else {"image_side": side})
+    zoo.save(guard, folder / f"{name}.safetensors", recipe=None if side is None else {"data": {"image_size": side}})
 
 
 def thin_context(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Context:

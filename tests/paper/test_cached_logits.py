@@ -177,7 +177,7 @@ def test_a_missing_model_says_the_command(context):
     before = context.cache / "models" / "cifar10_mask_bn17_nearest_provable"
     assert f"--recipe cifar10_mask_bn17_nearest_provable --out {before}" in first[-1]
     assert f"--recipe cifar10_mask_bn17_nearest --out {context.cache / 'models' / 'cifar10_mask_bn17_nearest'}" in last
-    assert f"--set initial={before / before.name}.safetensors" in last
+    assert f"--set init_from={before / before.name}.safetensors" in last
     with pytest.raises(Missing, match=r"patchguard[.]training[.]pretrained"):
         context.logits("imagenette_resnet50", "cifar10")
 
@@ -188,7 +188,7 @@ def test_training_fills_the_gap_and_the_next_run_finds_it(own_context, monkeypat
     trained = []
 
     def train(options):
-        trained.append((options.recipe.name, options.recipe.initial))
+        trained.append((options.recipe.name, options.recipe.model.init_from))
         options.out.mkdir(parents=True)
         zoo.save(thin_guard(), options.out / f"{options.recipe.name}.safetensors")
 

@@ -24,7 +24,7 @@ from patchguard.storage import zoo
 from patchguard.training import recipes
 
 SIDE = 16  # of the small sets
-FAST = {"batch_size": 8, "peak_rate": 0.05}
+FAST = {"batch_size": 8, "max_lr": 0.05}
 
 
 def paint(folder: Path, classes: Sequence[str], each: int, side: int = SIDE, suffix: str = "jpg") -> None:
@@ -56,16 +56,17 @@ def shrink(monkeypatch: pytest.MonkeyPatch, dataset: str) -> None:
     memory.
     """
     small = {
-        "bn17": {"epochs": 3, "model": "srf", "model_settings": {"field": 5, "widths": [8, 16]}},
-        "ds": {"epochs": 1, "model": "ds_resnet18", "model_settings": {"width": 0.125}},
-        "resnet50": {"epochs": 1, "model": "resnet18", "model_settings": {"width": 0.125, "small_images": True}},
+        "bn17": {"epochs": 3, "model.name": "srf", "model.settings": {"field": 5, "widths": [8, 16]}},
+        "ds": {"epochs": 1, "model.name": "ds_resnet18", "model.settings": {"width": 0.125}},
+        "resnet50": {"epochs": 1, "model.name": "resnet18", "model.settings": {"width": 0.125, "small_images": True}},
     }
     small["bn17_provable"] = {**small["bn17"], "mask_cells": 4}
     for kind, network in small.items():
         name = f"paper_{dataset}_{kind}"
-        changes = {**network, "image_side": SIDE, "patch": 3, "other_patches": [], **FAST}
-        original = recipes.RECIPES[name]()
-        monkeypatch.setitem(recipes.RECIPES, name, lambda original=original, it=changes: original.changed(it))
+        changes = {**network, "image_size": SIDE, "patch": 3, "other_patches": [], **FAST}
+        entry = recipes.RECIPES[name]
+        changed = entry.build().override(changes)
+        monkeypatch.setitem(recipes.RECIPES, name, entry._replace(build=lambda changed=changed: changed))
 
 
 def values(result: Result) -> dict[str, list[float | None]]:

@@ -5,11 +5,18 @@ import json
 import os
 
 import pytest
+from msgspec.structs import replace
 
 from patchguard.errors import InputError
 from patchguard.runs.records import Folder
+from patchguard.runs.summary import CertifySummary, Run
 
-RUN = {"kind": "certify", "settings": {"patches": ["5x5"], "shards": 1}}
+RUN = Run(settings={"patches": ["5x5"], "rule": {}, "shards": 1})
+HERE = {"patchguard": "1.0", "torch": "2.0", "python": "3"}
+
+
+def with_environment(**versions: str) -> Run:
+    return replace(RUN, environment={**HERE, **versions})
 
 
 @pytest.fixture
@@ -134,31 +141,28 @@ def test_other_processes_of_a_run_enter_once_the_first_shares(folder):
 def test_the_same_settings_go_on_and_others_are_refused_with_what_differs(folder):
     with folder.locked(first=True):
         folder.begin(RUN)
-        folder.begin({**RUN, "settings": {**RUN["settings"], "shards": 4}})
+        folder.begin(replace(RUN, settings={**RUN.settings, "shards": 4}))
         with pytest.raises(InputError, match=r'patches \["5x5"\], not \["3x3"\]. Give another --out'):
-            folder.begin({**RUN, "settings": {"patches": ["3x3"], "shards": 1}})
-
-
-HERE = {"patchguard": "1.0", "torch": "2.0", "python": "3"}
+            folder.begin(replace(RUN, settings={**RUN.settings, "patches": ["3x3"]}))
 
 
 def test_other_versions_are_refused_with_a_choice_and_mixed_ones_are_kept(folder):
     with folder.locked(first=True):
-        folder.begin({**RUN, "environment": HERE})
-        folder.begin({**RUN, "environment": {**HERE, "python": "4"}})
+        folder.begin(with_environment())
+        folder.begin(with_environment(python="4"))
         for name in ("patchguard", "torch"):
             told = f"other versions, .*: {name} {HERE[name]}, not 9. Give --mix-versions .* or another --out"
             with pytest.raises(InputError, match=told):
-                folder.begin({**RUN, "environment": {**HERE, name: "9"}})
+                folder.begin(with_environment(**{name: "9"}))
         with pytest.raises(InputError, match=r"torch 2\.0, not 2\."):
-            folder.begin({**RUN, "environment": {**HERE, "torch": "2."}})
-        assert folder.run()["environment"] == HERE
-        folder.begin({**RUN, "environment": {**HERE, "torch": "9"}}, mix_versions=True)
-        assert folder.run()["environment"] == {**HERE, "torch": "2.0 and 9"}
+            folder.begin(with_environment(torch="2."))
+        assert folder.run().environment == HERE
+        folder.begin(with_environment(torch="9"), mix_versions=True)
+        assert folder.run().environment == {**HERE, "torch": "2.0 and 9"}
         for version in ("2.0", "9"):  # both are known by now
-            folder.begin({**RUN, "environment": {**HERE, "torch": version}})
+            folder.begin(with_environment(torch=version))
         with pytest.raises(InputError, match=r"torch 2\.0 and 9, not 10"):
-            folder.begin({**RUN, "environment": {**HERE, "torch": "10"}})
+            folder.begin(with_environment(torch="10"))
 
 
 def test_nothing_is_written_where_the_check_of_what_is_there_fails(folder):
@@ -169,10 +173,10 @@ def test_nothing_is_written_where_the_check_of_what_is_there_fails(folder):
         with pytest.raises(InputError, match="no"):
             folder.begin(RUN, refuse)
         assert folder.run() is None
-        folder.begin({**RUN, "environment": HERE})
+        folder.begin(with_environment())
         with pytest.raises(InputError, match="no"):
-            folder.begin({**RUN, "environment": {**HERE, "torch": "9"}}, refuse, mix_versions=True)
-        assert folder.run()["environment"] == HERE
+            folder.begin(with_environment(torch="9"), refuse, mix_versions=True)
+        assert folder.run().environment == HERE
 
 
 def test_records_without_settings_are_refused(folder):
@@ -186,7 +190,7 @@ def test_a_damaged_or_newer_file_is_refused(folder, content):
     fill(folder, [0])
     (folder.path / "summary.json").write_text(content)
     with pytest.raises(InputError, match=r"summary\.json"):
-        folder.summary()
+        folder.summary(CertifySummary)
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):

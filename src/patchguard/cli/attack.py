@@ -1,6 +1,5 @@
 """`patchguard attack`: try to break every image, and every certificate."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
     from patchguard.runs.loop import Outcome
     from patchguard.runs.refute import Hunt, Trial
+    from patchguard.runs.summary import AttackSummary
 
 REFUTED = 3  # the exit status that says: a certified label was changed
 # What an attack is allowed; a setting that the chosen attack has not is passed over.
@@ -225,48 +225,49 @@ def _written(words: dict[str, Any]) -> list[str]:
 
 
 def _shares(hunt: "Hunt") -> str:
-    counts = hunt.gap.counts
+    counts = hunt.tally.counts
     if not counts["read"]:
         return ""
     clean, attacked, certified = (counts[name] / counts["read"] for name in ("clean", "attacked", "certified"))
-    refuted = f" REFUTED {len(hunt.gap.refuted)}" if hunt.gap.refuted else ""
+    refuted = f" REFUTED {len(hunt.tally.refuted)}" if hunt.tally.refuted else ""
     return f"clean {clean:.1%} attacked {attacked:.1%} certified {certified:.1%}{refuted}"
 
 
 # -- at the end --------------------------------------------------------------------------------------------------------
 
 
-def _show(outcome: "Outcome", trial: "Trial", folder: Path, as_json: bool) -> None:
+def _show(outcome: "Outcome[AttackSummary]", trial: "Trial", folder: Path, as_json: bool) -> None:
     from patchguard.report import render as report
+    from patchguard.runs.summary import to_json
 
     summary = outcome.summary
-    if summary["refuted"]:  # first of all: nothing that fails later may hide it
-        typer.echo(_alarm(summary["refuted"], trial, folder), err=True)
+    if summary.refuted:  # first of all: nothing that fails later may hide it
+        typer.echo(_alarm(summary.refuted, trial, folder), err=True)
     page = report.write([folder])
     if as_json:
         typer.echo(f"model: {trial.job.file}", err=True)
-        typer.echo(json.dumps(summary, indent=1))
+        typer.echo(to_json(summary), nl=False)
     else:
         output = screen()
-        settings, seconds = summary["settings"], summary["seconds"]
+        settings, seconds = summary.settings, summary.seconds
         output.print(
-            f"{shown(settings['model'])} on {shown(settings['data'])}: {summary['images']:,} images, "
-            f"{settings['defense']}"
-            + (f" with tau {settings['tau']:g}" if settings.get("tau") else "")
-            + f", {settings['attack']} with a patch of {settings['patches'][0]}"
-            + (" network pixels" if settings["patch_space"] == "input" else ""),
+            f"{shown(settings.model)} on {shown(settings.data)}: {summary.images:,} images, "
+            f"{settings.defense}"
+            + (f" with tau {settings.rule['tau']:g}" if settings.rule.get("tau") else "")
+            + f", {settings.attack} with a patch of {settings.patches[0]}"
+            + (" network pixels" if settings.patch_space == "input" else ""),
             soft_wrap=True,
         )
         output.print(f"model: {shown(str(trial.job.file))}", soft_wrap=True, highlight=False)
         output.print(table(summary))
-        if summary["errors"]:
-            output.print(f"images without an answer: {summary['errors']:,}; the records say why", soft_wrap=True)
-        if summary["masks"] != "own":
+        if summary.errors:
+            output.print(f"images without an answer: {summary.errors:,}; the records say why", soft_wrap=True)
+        if summary.masks != "own":
             output.print("masks: made for that patch, which are not the model's own", soft_wrap=True)
-        if seconds["images_per_second"]:
-            output.print(f"{seconds['total']:.1f} s; {seconds['images_per_second']:.1f} images per second")
+        if seconds.images_per_second:
+            output.print(f"{seconds.total:.1f} s; {seconds.images_per_second:.1f} images per second")
         output.print(f"{'was finished before: ' if outcome.before else ''}{shown(str(page))}", soft_wrap=True)
-    if summary["refuted"]:
+    if summary.refuted:
         raise typer.Exit(REFUTED)
 
 
@@ -279,24 +280,24 @@ def _alarm(refuted: list[int], trial: "Trial", folder: Path) -> str:
     )
 
 
-def table(summary: dict[str, Any]) -> "Table":
+def table(summary: "AttackSummary") -> "Table":
     """Return the headline numbers, each with its 95 % interval."""
     from rich.table import Table
 
     found = Table("images", "share (95 %)", "number", box=None, pad_edge=False)
-    detects = summary["settings"]["defense"] == "MaskedAgreement"
+    detects = summary.settings.detects
     either = " (or an alert)" if detects else ""
-    rows = [("right without an attack", "clean")] if summary["labelled"] else []
+    rows = [("right without an attack", "clean")] if summary.labeled else []
     rows += [
-        (("right under the attack" if summary["labelled"] else "label unchanged by the attack") + either, "attacked"),
-        (("right, and proved to stay" if summary["labelled"] else "label proved to stay") + either, "certified"),
+        (("right under the attack" if summary.labeled else "label unchanged by the attack") + either, "attacked"),
+        (("right, and proved to stay" if summary.labeled else "label proved to stay") + either, "certified"),
         ("not proved, and really broken", "broken"),
     ]
-    rows += [("answered with the aim", "aimed")] if summary["aimed"] is not None else []
+    rows += [("answered with the aim", "aimed")] if summary.aimed is not None else []
     rows += [("attacks that raise an alert", "alerts")] if detects else []
     for words, name in rows:
-        share = summary[name]
-        found.add_row(words, percent(share), f"{share['right']:,} of {share['of']:,}")
-    fallen = summary["fallen"]
-    found.add_row("proved, but broken", "must be none", f"{fallen['right']:,} of {fallen['of']:,}")
+        number = getattr(summary, name)
+        found.add_row(words, percent(number), f"{number.correct:,} of {number.total:,}")
+    fallen = summary.certified_broken
+    found.add_row("proved, but broken", "must be none", f"{fallen.correct:,} of {fallen.total:,}")
     return found

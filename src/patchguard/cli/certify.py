@@ -1,9 +1,8 @@
 """`patchguard certify`: certify a set of images from one command."""
 
-import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +16,8 @@ if TYPE_CHECKING:
 
     from patchguard.runs.job import Job
     from patchguard.runs.loop import Outcome
-    from patchguard.runs.metrics import Tally
+    from patchguard.runs.metrics import CertifyTally
+    from patchguard.runs.summary import CertifySummary, Proportion
 
 DEFENSES = "RobustMasking, DoubleMasking, ClippedSum, MajorityVote, CellMasking, Median, TrimmedMean or Undefended"
 SPACE = "Where the patch lies: in the source image, or in the network's input, after resize and crop."
@@ -113,7 +113,7 @@ def _make(folder: Path) -> None:
         raise InputError(f"`--certificates` must be a folder that can be made: {error.strerror}.") from None
 
 
-def _shares(tally: "Tally") -> str:
+def _shares(tally: "CertifyTally") -> str:
     clean, certified = tally.accuracy
     if certified is None:
         return ""
@@ -125,56 +125,57 @@ def _shares(tally: "Tally") -> str:
 # -- at the end --------------------------------------------------------------------------------------------------------
 
 
-def _show(outcome: "Outcome", job: "Job", folder: Path, as_json: bool) -> None:
+def _show(outcome: "Outcome[CertifySummary]", job: "Job", folder: Path, as_json: bool) -> None:
     from patchguard.report import render as report
+    from patchguard.runs.summary import to_json
 
     page = report.write([folder])
     if as_json:
         typer.echo(f"model: {job.file}", err=True)
-        typer.echo(json.dumps(outcome.summary, indent=1))
+        typer.echo(to_json(outcome.summary), nl=False)
         return
     output, summary = screen(), outcome.summary
-    settings, seconds = summary["settings"], summary["seconds"]
+    settings, seconds = summary.settings, summary.seconds
     output.print(
-        f"{shown(settings['model'])} on {shown(settings['data'])}: {summary['images']:,} images, "
-        f"{settings['defense']} of {settings['evidence']['kind']}"
-        + (f", tau {settings['tau']:g}" if settings.get("tau") else "")
-        + (f", label among the best {settings['top_k']}" if settings["top_k"] > 1 else ""),
+        f"{shown(settings.model)} on {shown(settings.data)}: {summary.images:,} images, "
+        f"{settings.defense}"
+        + (f" of {settings.rule['evidence']['kind']}" if "evidence" in settings.rule else "")
+        + (f", tau {settings.rule['tau']:g}" if settings.rule.get("tau") else "")
+        + (f", label among the best {settings.top_k}" if settings.top_k > 1 else ""),
         soft_wrap=True,
     )
-    if settings["patch_space"] == "input":
+    if settings.patch_space == "input":
         output.print("patches in network pixels, placed after resizing and cropping", soft_wrap=True)
     output.print(f"model: {shown(str(job.file))}", soft_wrap=True, highlight=False)
     output.print(table(summary))
-    if summary["errors"]:
-        output.print(f"images without an answer: {summary['errors']:,}; the records say why", soft_wrap=True)
-    if any(entry["masks"] != "own" for entry in summary["patches"].values()):
+    if summary.errors:
+        output.print(f"images without an answer: {summary.errors:,}; the records say why", soft_wrap=True)
+    if any(entry.masks != "own" for entry in summary.patches.values()):
         output.print("refitted: masks made for that patch, which are not the model's own", soft_wrap=True)
-    if seconds["images_per_second"]:
+    if seconds.images_per_second:
         output.print(
-            f"{seconds['total']:.1f} s, of which the network {seconds['network']:.1f} s; "
-            f"{seconds['images_per_second']:.1f} images per second",
+            f"{seconds.total:.1f} s, of which the network {seconds.network:.1f} s; "
+            f"{seconds.images_per_second:.1f} images per second",
             soft_wrap=True,
         )
     output.print(f"{'was finished before: ' if outcome.before else ''}{shown(str(page))}", soft_wrap=True)
 
 
-def table(summary: dict[str, Any]) -> "Table":
+def table(summary: "CertifySummary") -> "Table":
     """Return the headline numbers, each with its 95 % interval."""
     from rich.table import Table
 
-    labelled = summary["labelled"]
-    names = ("clean", "certified", "proved") if labelled else ("proved",)
+    names = ("clean", "certified", "proved") if summary.labeled else ("proved",)
     found = Table("patch", *names, "masks", box=None, pad_edge=False)
-    if labelled:
-        found.add_row("undefended", percent(summary["undefended"]), "", "", "")
-    for key, entry in summary["patches"].items():
-        found.add_row(key, *(percent(entry[name]) for name in names), entry["masks"])
+    if summary.undefended is not None:
+        found.add_row("undefended", percent(summary.undefended), "", "", "")
+    for key, entry in summary.patches.items():
+        found.add_row(key, *(percent(getattr(entry, name)) for name in names), entry.masks)
     return found
 
 
-def percent(share: dict[str, Any]) -> str:
-    """Return a share with its interval: 86.2 % (82.9 to 88.9)."""
-    if share["share"] is None:
+def percent(proportion: "Proportion") -> str:
+    """Return a fraction with its interval: 86.2 % (82.9 to 88.9)."""
+    if proportion.fraction is None:
         return "none"
-    return f"{100 * share['share']:.1f} % ({100 * share['low']:.1f} to {100 * share['high']:.1f})"
+    return f"{100 * proportion.fraction:.1f} % ({100 * proportion.low:.1f} to {100 * proportion.high:.1f})"

@@ -31,6 +31,7 @@ from patchguard.storage import zoo
 from patchguard.storage.presets import PRESETS
 from patchguard.storage.published_models import ZOO
 from patchguard.training import recipes
+from patchguard.training.recipe import read_recipe
 
 logger = logging.getLogger(__name__)
 
@@ -220,8 +221,9 @@ class Context:
 
     def _starting_models(self, name: str) -> dict[str, str]:
         """Return the models that a recipe starts from or is taught by, by the key of the recipe."""
-        recipe = recipes.named(name)
-        return {key: each for key in ("initial", "teacher") if (each := getattr(recipe, key))}
+        recipe = recipes.get_recipe(name)
+        models = {"init_from": recipe.model.init_from, "teacher": recipe.loss.teacher}
+        return {key: each for key, each in models.items() if each}
 
     def _missing_models(self, name: str) -> list[str]:
         needed = dict.fromkeys(self._starting_models(name).values())
@@ -235,10 +237,10 @@ class Context:
         while needed := self._missing_models(name):
             self._train(needed[0])
         paths = {key: str(self._file(each)) for key, each in self._starting_models(name).items()}
-        recipe, out = recipes.named(name), self._trained_path(name).parent
+        recipe, out = recipes.get_recipe(name), self._trained_path(name).parent
         logger.info("training %s into %s", name, out)
         options = run.Options(
-            recipe=recipe.changed(paths) if paths else recipe,
+            recipe=recipe.override(paths),
             data=data_root(self.root),
             out=out,
             device=str(self.device),
@@ -289,7 +291,7 @@ class Context:
         guard = self.guard(name)
         if dataset == "cifar10":
             return guard, None
-        side = (zoo.inspect(self._file(name) or name)["recipe"] or {}).get("image_side")
+        side = read_recipe(zoo.inspect(self._file(name) or name)["recipe"] or {}).data.image_size
         as_trained = Preprocess((Resize(height=side, width=side, mode="bilinear"),)) if side else PHOTO
         return guard.without_preprocess(), guard.preprocess if guard.preprocess.steps else as_trained
 

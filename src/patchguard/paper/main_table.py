@@ -21,7 +21,7 @@ from patchguard.paper.networks import Network
 from patchguard.patch import Patch
 from patchguard.runs.metrics import share
 from patchguard.training.evaluate import evaluate
-from patchguard.training.recipe import CIFAR10_SIDE
+from patchguard.training.recipe import CIFAR10_SIZE
 
 MASK_BN: dict[str, Rule] = {"Mask-BN": masking}
 CBN: dict[str, Rule] = {"CBN": lambda windows: Query(evidence=TANH, defense=ClippedSum(), windows=windows)}
@@ -103,9 +103,9 @@ def interval_rows(context: Context, dataset: str) -> list[Row]:
             notes.append(str(missing))
             continue
         guard.model.to(context.device)
-        images, _ = loaded(context.images(dataset), size=(CIFAR10_SIDE, CIFAR10_SIDE))
+        images, _ = loaded(context.images(dataset), size=(CIFAR10_SIZE, CIFAR10_SIZE))
         accuracy = evaluate(guard, images, patch)
-        ours += [share(accuracy.right, accuracy.count), share(accuracy.proved, accuracy.count)]
+        ours += [share(accuracy.correct, accuracy.total), share(accuracy.certified_correct, accuracy.total)]
         notes.append(name)
     reason = networks.describe_training("cifar10_ibp_2") if any(value is not None for value in ours) else ""
     return [Row(label="IBP", ours=tuple(ours), published=theirs, note="; ".join(notes), reason=reason)]

@@ -18,19 +18,20 @@ from patchguard.defenses.evidence import EvidenceMap
 from patchguard.defenses.window_sums import sums
 from patchguard.runs.plan import Plan
 from patchguard.runs.records import Folder, Record
+from patchguard.runs.summary import CertifySettings
 
 EACH = {True: 8, False: 12}  # images per group, with and without classes
 LONGEST = 320  # pixels of the longer side of a stored picture
 ORDER = ("certified", "not certified", "wrong", "proved", "not proved")
 
 
-def choose(records: Iterable[Record], settings: dict[str, Any]) -> list[tuple[str, Record]]:
+def choose(records: Iterable[Record], settings: CertifySettings) -> list[tuple[str, Record]]:
     """Return up to 24 records with their groups, for the first patch."""
-    labelled, key = bool(settings["labelled"]), settings["patches"][0]
-    draw = Draw(EACH[labelled])
+    key = settings.patches[0]
+    draw = Draw(EACH[settings.labeled])
     for record in records:
         if "error" not in record:
-            draw.offer(_group(record, key, labelled), record)
+            draw.offer(_group(record, key, settings.labeled), record)
     return draw.taken(ORDER)
 
 
@@ -69,9 +70,9 @@ class Draw:
         ]
 
 
-def _group(record: Record, key: str, labelled: bool) -> str:
+def _group(record: Record, key: str, labeled: bool) -> str:
     entry = record["patches"][key]
-    if not labelled:
+    if not labeled:
         return "proved" if entry["certified"] else "not proved"
     if entry["label"] != record["target"]:
         return "wrong"

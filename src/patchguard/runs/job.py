@@ -12,6 +12,7 @@ from typing import Any, final, get_args
 
 from torch import Tensor
 
+from patchguard import runtime
 from patchguard.data.decode import Unreadable
 from patchguard.data.loading import decoded
 from patchguard.data.source import Source, open_source
@@ -23,6 +24,7 @@ from patchguard.geometry.windows import Windows
 from patchguard.guards.local import LocalGuard
 from patchguard.patch import Space
 from patchguard.runs.plan import Plan, WrittenPatch, curve_sides, make_plan
+from patchguard.runs.summary import CertifySettings, split_rule
 from patchguard.storage import zoo
 
 LOOKED_AT = 8  # images that are decoded to learn a usual size
@@ -59,27 +61,30 @@ class Job:
         """The name and digest of the guard's file, for run.json."""
         return None if self.file is None else {"name": self.file.path.name, "digest": self.file.digest}
 
-    def settings(self) -> dict[str, Any]:
-        """Return every setting as JSON values, for run.json."""
-        threshold, tau = (getattr(self.guard.defense, name, None) for name in ("threshold", "tau"))
+    def settings(self) -> CertifySettings:
+        """Return every setting, for run.json."""
+        return CertifySettings(
+            **self.shared_settings(),
+            top_k=self.top_k,
+            curve=self.curve,
+            certificates=self.certificates is not None,
+        )
+
+    def shared_settings(self) -> dict[str, Any]:
+        """Return the settings that any kind of run has."""
         return {
             "model": self.model,
             "model_digest": self.digest,
             "data": self.data,
             "data_digest": _digest(self.source),
             "images": len(self.source),
-            "patches": [written.key for written in self.patches],
+            "patches": tuple(written.key for written in self.patches),
             "patch_space": self.patch_space,
-            "defense": type(self.guard.defense).__name__,
-            "evidence": config.evidence_to_json(self.guard.evidence),
-            "threshold": None if threshold is None else str(threshold),
-            "tau": tau or None,  # 0, as in runs that are older than it, is none
-            "top_k": self.top_k,
-            "curve": list(self.curve),
-            "class_names": list(self.class_names),
-            "labelled": self.source.targets is not None,
-            "certificates": self.certificates is not None,
+            **split_rule(self.guard.settings()),
+            "class_names": self.class_names,
+            "labeled": self.source.targets is not None,
             "fitted": self.fitted,
+            "shards": runtime.world_size(),
         }
 
     def plan(self, size: tuple[int, int]) -> Plan:

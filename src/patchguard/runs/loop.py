@@ -30,6 +30,7 @@ from patchguard.runs.job import Job, as_floats
 from patchguard.runs.plan import Plan
 from patchguard.runs.records import Folder, Record
 from patchguard.runs.resume import mark_recorded
+from patchguard.runs.summary import Run, Schema, Seconds
 from patchguard.storage.certificate_file import image_digest
 
 BATCH_SIZE = {"cpu": 16, "cuda": 512}
@@ -43,6 +44,7 @@ class Counts(Protocol):
     """What grows with every record and tells how far a run is."""
 
     images: int
+    errors: int
 
     def add(self, record: Record) -> None:
         """Count one record."""
@@ -53,17 +55,17 @@ Counted = TypeVar("Counted", bound=Counts)
 
 @final
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(Generic[Schema]):
     """A finished run: its summary, and whether it had been finished before."""
 
-    summary: dict[str, Any]
+    summary: Schema
     before: bool
 
 
 @contextmanager
 def entered(
     folder: Folder,
-    stamp: dict[str, Any],
+    run: Run,
     check: Callable[[], None],
     *,
     others: Sequence[CertificateFolder] = (),
@@ -81,7 +83,7 @@ def entered(
         locks = [stack.enter_context(folder.locked(first=first))]
         locks += [stack.enter_context(each.locked(first=first)) for each in others]
         if first:
-            folder.begin(stamp, check, mix_versions=mix_versions)
+            folder.begin(run, check, mix_versions=mix_versions)
             for lock in locks:
                 lock.share()
             barrier()
@@ -105,7 +107,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def check_complete(found: dict[str, Any], job: Job, folder: Folder, done: str) -> None:
+def check_complete(tally: Counts, job: Job, folder: Folder, done: str) -> None:
     """Raise unless the summed records are those of all images, each once, and at least one could be `done`."""
     recorded = mark_recorded(folder, len(job.source))
     if not all(recorded):
@@ -113,10 +115,10 @@ def check_complete(found: dict[str, Any], job: Job, folder: Folder, done: str) -
             f"{folder.path} holds {sum(recorded)} records for {len(job.source)} images. "
             "Remove the folder and start the run anew."
         )
-    if found["errors"] == found["images"]:
+    if tally.errors == tally.images:
         reason = next(record for record in folder.records() if "error" in record)
         raise InputError(
-            f"none of the {found['images']} images can be {done}: {reason['name']} {reason['error']}. "
+            f"none of the {tally.images} images can be {done}: {reason['name']} {reason['error']}. "
             "Check the images and the patch."
         )
 
@@ -145,7 +147,7 @@ class Loop(Generic[Counted]):
         """Batches that are worked on at once: on a CPU as many as threads are allowed, on a GPU two."""
         return torch.get_num_threads() if self.device.type == "cpu" else 2
 
-    def seconds(self, images: int) -> dict[str, float | None]:
+    def seconds(self, images: int) -> Seconds:
         """Return how long this start of the run took, how much of it the network, and the rate of all processes.
 
         The time of the network is the mean over the workers.
@@ -153,7 +155,8 @@ class Loop(Generic[Counted]):
         total = time.perf_counter() - self.began
         new = images - self.before
         rate = new / total if new else None
-        return {"total": round(total, 3), "network": round(self.network / self.workers, 3), "images_per_second": rate}
+        network = round(self.network / self.workers, 3)
+        return Seconds(total=round(total, 3), network=network, images_per_second=rate)
 
     def go_on(
         self, folder: Folder, answered: Callable[[Batch], list[Record]], progress: Callable[[Counted], None] | None

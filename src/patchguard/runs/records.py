@@ -11,15 +11,18 @@ image is lost and none is there twice. One run at a time may write: a lock that 
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
-from patchguard.errors import InputError
+import msgspec
 
-FORMAT = 1
+from patchguard.errors import InputError
+from patchguard.runs.summary import FORMAT as FORMAT
+from patchguard.runs.summary import START_AGAIN, Run, Schema, flatten, read_run, read_summary, to_json
+
 LOCK = ".lock"
 
 # How a run was divided among processes does not change what it records.
@@ -41,13 +44,18 @@ class Folder:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def run(self) -> dict[str, Any] | None:
+    def run(self) -> Run | None:
         """Return run.json, or None where no run has begun."""
-        return self._object("run.json")
+        return read_run(self.path) if (self.path / "run.json").exists() else None
 
-    def summary(self) -> dict[str, Any] | None:
+    @property
+    def finished(self) -> bool:
+        """Whether the run is finished."""
+        return (self.path / "summary.json").exists()
+
+    def summary(self, schema: type[Schema]) -> Schema | None:
         """Return summary.json, or None where the run is not finished."""
-        return self._object("summary.json")
+        return read_summary(self.path, schema) if self.finished else None
 
     def records(self) -> Iterator[Record]:
         """Yield the records, one at a time; a torn last line is passed over."""
@@ -61,21 +69,6 @@ class Folder:
     def shards(self) -> list[Path]:
         """Return the files of records."""
         return sorted(self.path.glob("records-*.jsonl"))
-
-    def _object(self, name: str) -> dict[str, Any] | None:
-        try:
-            content = (self.path / name).read_bytes()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise InputError(f"{self.path / name} cannot be read: {error.strerror}.") from None
-        try:
-            found = json.loads(content)
-        except ValueError as error:
-            raise InputError(f"{self.path / name} is damaged: {error}. {_ANEW}") from None
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise InputError(f"{self.path / name} must have format {FORMAT}; this release reads no other. {_ANEW}")
-        return found
 
     # -- writing -------------------------------------------------------------------------------------------------------
 
@@ -91,9 +84,7 @@ class Folder:
             lock.take(fcntl.LOCK_EX if first else fcntl.LOCK_SH)
             yield lock
 
-    def begin(
-        self, run: Mapping[str, Any], check: Callable[[], None] = lambda: None, *, mix_versions: bool = False
-    ) -> None:
+    def begin(self, run: Run, check: Callable[[], None] = lambda: None, *, mix_versions: bool = False) -> None:
         """Write run.json, or check that the run that is already here has the same settings and versions.
 
         `check` is called before anything is written, once the settings are known to be the same. `mix_versions` lets
@@ -101,31 +92,31 @@ class Folder:
         """
         there = self.run()
         if there is None:
-            if self.shards() or self.summary() is not None:
-                raise InputError(f"{self.path} holds records without run.json. {_ANEW}")
+            if self.shards() or self.finished:
+                raise InputError(f"{self.path} holds records without run.json. {START_AGAIN}")
             check()
-            self.write("run.json", {"format": FORMAT, **run})
+            self.write("run.json", run)
             return
-        if there.get("kind") != run.get("kind"):
+        if there.kind != run.kind:
             raise InputError(
-                f"{self.path} holds a run of another kind: {there.get('kind')}, not {run.get('kind')}. "
+                f"{self.path} holds a run of another kind: {there.kind}, not {run.kind}. "
                 "Give another --out, or remove that folder."
             )
-        kept, wanted = there["settings"], run["settings"]
+        kept, wanted = dict(flatten(there.settings)), dict(flatten(run.settings))
         names = [name for name in {**kept, **wanted} if name not in FREE and kept.get(name) != wanted.get(name)]
         if names:
             told = "; ".join(f"{name} {_brief(kept.get(name))}, not {_brief(wanted.get(name))}" for name in names[:3])
             raise InputError(
                 f"{self.path} holds a run with other settings: {told}. Give another --out, or remove that folder."
             )
-        both = None if self.summary() is not None else self._mixed(there, run, mix_versions=mix_versions)
+        both = None if self.finished else self._mixed(there, run, mix_versions=mix_versions)
         check()
         if both is not None:
             self.write("run.json", both)
 
-    def _mixed(self, there: dict[str, Any], run: Mapping[str, Any], *, mix_versions: bool) -> dict[str, Any] | None:
+    def _mixed(self, there: Run, run: Run, *, mix_versions: bool) -> Run | None:
         """Return run.json with the versions of this start, too; None where they are known already."""
-        began, here = there.get("environment") or {}, run.get("environment") or {}
+        began, here = there.environment, run.environment
         others = {
             name: (str(began[name]), str(here[name]))
             for name in VERSIONS
@@ -140,7 +131,7 @@ class Folder:
                 "Give --mix-versions to go on all the same, or another --out to begin anew."
             )
         both = {name: f"{kept}{AND}{found}" for name, (kept, found) in others.items()}
-        return {**there, "environment": {**began, **both}}
+        return msgspec.structs.replace(there, environment={**began, **both})
 
     @contextmanager
     def appending(self, shard: int) -> Iterator["Appender"]:
@@ -157,9 +148,9 @@ class Folder:
         finally:
             os.close(descriptor)
 
-    def write(self, name: str, value: Mapping[str, Any] | list[Any]) -> None:
+    def write(self, name: str, value: Any) -> None:
         """Write a JSON file, all or nothing."""
-        self.write_bytes(name, json.dumps(value, indent=1, allow_nan=False).encode() + b"\n")
+        self.write_bytes(name, to_json(value).encode())
 
     def write_bytes(self, name: str, content: bytes, *, durable: bool = True) -> None:
         """Write a file, all or nothing; `durable` waits until it would survive a power failure, too."""
@@ -264,13 +255,10 @@ def _parsed(line: bytes, where: str) -> Record:
     except ValueError:
         record = None
     if not isinstance(record, dict) or not isinstance(record.get("index"), int):
-        raise InputError(f"{where} is damaged. {_ANEW}")
+        raise InputError(f"{where} is damaged. {START_AGAIN}")
     return record
 
 
 def _brief(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-_ANEW = "Remove the folder and start the run anew."

@@ -31,16 +31,16 @@ from patchguard.guard import Prediction
 from patchguard.runs import attack_gallery
 from patchguard.runs.batches import Batch
 from patchguard.runs.gallery import Draw
-from patchguard.runs.gap import GROUPS, Gap, group, measure
 from patchguard.runs.job import Job, as_floats
 from patchguard.runs.loop import Loop, Outcome, check_complete, entered, placed, pool
+from patchguard.runs.metrics import ATTACK_GROUPS, AttackTally, attack_group
 from patchguard.runs.plan import Task
 from patchguard.runs.records import FORMAT, Folder, Record
 from patchguard.runs.resume import check_images
+from patchguard.runs.summary import AttackSettings, AttackSummary, Run, convert, read_run, to_plain
 from patchguard.storage.certificate_file import image_digest
 
 EACH = 8  # pictures per group in the report
-ELSEWHERE = ("top_k", "curve", "certificates")  # settings of certify that an attack has not
 
 Progress = Callable[["Hunt"], None]
 
@@ -63,17 +63,16 @@ class Trial:
     command: tuple[str, ...] = ()
     model: str = ""
 
-    def settings(self) -> dict[str, Any]:
-        """Return every setting as JSON values, for run.json."""
-        known = {name: value for name, value in self.job.settings().items() if name not in ELSEWHERE}
-        return {
-            **known,
-            "attack": self.name,
-            "budget": budget_of(self.attack),
-            "aim": self.aim,
-            "seed": self.seed,
-            "numbers": None if self.numbers is None else list(self.numbers),
-        }
+    def settings(self) -> AttackSettings:
+        """Return every setting, for run.json."""
+        return AttackSettings(
+            **self.job.shared_settings(),
+            attack=self.name,
+            budget=budget_of(self.attack),
+            aim=self.aim,
+            seed=self.seed,
+            numbers=self.numbers,
+        )
 
     def number(self, place: int) -> int:
         """Return the number that the randomness of an image is derived from."""
@@ -108,17 +107,17 @@ def budget_of(attack: Attack) -> dict[str, Any]:
 class Hunt:
     """The counts of an attack, and the images of which pictures are kept."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self.gap = Gap(settings)
+    def __init__(self, settings: AttackSettings) -> None:
+        self.tally = AttackTally(settings)
         self.draw = Draw(EACH)
-        self.images = 0
+        self.images = self.errors = 0
 
     def add(self, record: Record) -> None:
         """Count one record."""
-        self.gap.add(record)
-        self.images = self.gap.images
+        self.tally.add(record)
+        self.images, self.errors = self.tally.images, self.tally.errors
         if "error" not in record and record["places"] is not None:
-            self.draw.offer(group(record), record)
+            self.draw.offer(attack_group(record), record)
 
 
 def refute(
@@ -129,8 +128,8 @@ def refute(
     batch_size: int | None = None,
     progress: Progress | None = None,
     mix_versions: bool = False,
-) -> Outcome | None:
-    """Attack every image that the folder has no record of, and sum up; `summary["refuted"]` lists what must not be.
+) -> Outcome[AttackSummary] | None:
+    """Attack every image that the folder has no record of, and sum up; `summary.refuted` lists what must not be.
 
     `mix_versions` goes on with a run that other versions of patchguard or torch began.
     Returns None in every process of a torchrun but the first.
@@ -140,7 +139,7 @@ def refute(
     settings = trial.settings()
     check = partial(check_images, folder, trial.job.source)
     with entered(folder, _stamp(trial.job, settings), check, mix_versions=mix_versions) as barrier:
-        finished = folder.summary()
+        finished = folder.summary(AttackSummary)
         if finished is not None:
             return Outcome(finished, before=True) if first else None
         work = _Work(trial, Loop(trial.job, Hunt(settings), place, at_once, "attacked"), path)
@@ -148,7 +147,7 @@ def refute(
         with runtime.frozen_parameters(trial.job.guard.model):  # once: several threads will ask for gradients to pixels
             work.loop.go_on(folder, work.answered, progress)
         barrier()
-        return Outcome(_finish(folder, settings, work), before=False) if first else None
+        return Outcome(_finish(folder, work), before=False) if first else None
 
 
 def _make(folder: Path) -> None:
@@ -158,36 +157,29 @@ def _make(folder: Path) -> None:
         raise InputError(f"`--out` must be a folder to write in; got {folder}: {error.strerror}.") from None
 
 
-def _stamp(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "kind": "attack",
-        "model_file": job.model_file,
-        "settings": {**settings, "shards": runtime.world_size()},
-        "environment": runtime.describe_environment(),
-        "version": __version__,
-    }
+def _stamp(job: Job, settings: AttackSettings) -> Run:
+    return Run(
+        kind="attack",
+        model_file=job.model_file,
+        settings=to_plain(settings),
+        environment=runtime.describe_environment(),
+        version=__version__,
+    )
 
 
-def _finish(folder: Folder, settings: dict[str, Any], work: "_Work") -> dict[str, Any]:
+def _finish(folder: Folder, work: "_Work") -> AttackSummary:
     """Sum up the records of all shards. The summary comes last: where it is, everything else is."""
-    found = measure(folder.records(), settings)
-    check_complete(found, work.trial.job, folder, "attacked")
-    hunt = Hunt(settings)
+    run = read_run(folder.path)
+    hunt = Hunt(convert(run.settings, AttackSettings, folder.path / "run.json"))
     for record in folder.records():
         hunt.add(record)
-    chosen = hunt.draw.taken(GROUPS)
+    check_complete(hunt, work.trial.job, folder, "attacked")
+    chosen = hunt.draw.taken(ATTACK_GROUPS)
     for _, record in chosen:
         work.loop.refusal((record["size"][0], record["size"][1]))  # traces the network where that is still to be done
     with pool(work.loop.workers) as workers:
         attack_gallery.save(folder, chosen, list(workers.map(work.view, [record for _, record in chosen])))
-    stamp = folder.run() or {}
-    summary = {
-        "format": FORMAT,
-        **found,
-        "seconds": work.loop.seconds(found["images"]),
-        "settings": stamp["settings"],
-        "environment": stamp["environment"],
-    }
+    summary = hunt.tally.summarize(seconds=work.loop.seconds(hunt.images), environment=run.environment)
     folder.write("summary.json", summary)
     return summary
 
@@ -299,7 +291,7 @@ class _Work:
         if record["places"] is None:
             return
         with self.loop.lock:
-            wanted = self.loop.tally.draw.wants(group(record), record["index"])
+            wanted = self.loop.tally.draw.wants(attack_group(record), record["index"])
         if wanted:
             Folder(self.path / "attacked").write_bytes(f"{record['index']:06d}.png", png(pixels), durable=False)
 

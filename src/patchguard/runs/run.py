@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -23,13 +23,14 @@ from patchguard.runs.batches import Batch, Failure, ahead, blocks_of, grouped
 from patchguard.runs.certificate_folder import CertificateFolder, certificate_name
 from patchguard.runs.job import Job
 from patchguard.runs.loop import AHEAD, Loop, Outcome, check_complete, entered, failures_of, kept, placed, pool
-from patchguard.runs.metrics import Tally, make_summary, summarise
+from patchguard.runs.metrics import CertifyTally
 from patchguard.runs.plan import Plan, Proofs, answers, entries_of
 from patchguard.runs.records import Folder, Record
 from patchguard.runs.resume import check_images
+from patchguard.runs.summary import CertifySettings, CertifySummary, Run, convert, read_run, to_plain
 from patchguard.storage.certificate_file import Packer, image_digest
 
-Progress = Callable[[Tally], None]
+Progress = Callable[[CertifyTally], None]
 
 
 def certify(
@@ -40,7 +41,7 @@ def certify(
     batch_size: int | None = None,
     progress: Progress | None = None,
     mix_versions: bool = False,
-) -> Outcome | None:
+) -> Outcome[CertifySummary] | None:
     """Certify every image of the job that the folder has no record of, and sum up.
 
     `mix_versions` goes on with a run that other versions of patchguard or torch began. Returns None in every process
@@ -58,18 +59,18 @@ def certify(
 
     others = [] if files is None else [files]
     with entered(folder, _stamp(job, settings), check, others=others, mix_versions=mix_versions) as barrier:
-        finished = folder.summary()
+        finished = folder.summary(CertifySummary)
         if finished is not None:
             return Outcome(finished, before=True) if first else None
-        work = _Work(job, Loop(job, Tally(settings), place, at_once))
+        work = _Work(job, Loop(job, CertifyTally(settings), place, at_once))
         work.loop.go_on(folder, work.answered, progress)
         barrier()
-        return Outcome(_finish(job, folder, settings, work), before=False) if first else None
+        return Outcome(_finish(job, folder, work), before=False) if first else None
 
 
 def predict(job: Job, *, device: str = "auto", batch_size: int | None = None) -> Iterator[Record]:
     """Yield name, label and proofs of every image as they are done; nothing is written."""
-    loop = Loop(job, Tally(job.settings()), *placed(job, device, batch_size))
+    loop = Loop(job, CertifyTally(job.settings()), *placed(job, device, batch_size))
     work = _Work(job, loop)
     for batch in ahead(grouped(job.source, blocks_of(len(job.source), loop.batch_size)), AHEAD):
         if isinstance(batch, Failure):
@@ -82,31 +83,35 @@ def predict(job: Job, *, device: str = "auto", batch_size: int | None = None) ->
         yield from work.labelled(batch, loop.forward(batch))
 
 
-def _stamp(job: Job, settings: dict[str, Any]) -> dict[str, Any]:
+def _stamp(job: Job, settings: CertifySettings) -> Run:
     patches = {
         written.key: {"text": written.text, "percent": None if written.share is None else float(written.share * 100)}
         for written in job.patches
     }
-    return {
-        "kind": "certify",
-        "model_file": job.model_file,
-        "settings": {**settings, "shards": runtime.world_size()},
-        "patches": patches,
-        "environment": runtime.describe_environment(),
-        "version": __version__,
-    }
+    return Run(
+        kind="certify",
+        model_file=job.model_file,
+        settings=to_plain(settings),
+        patches=patches,
+        environment=runtime.describe_environment(),
+        version=__version__,
+    )
 
 
-def _finish(job: Job, folder: Folder, settings: dict[str, Any], work: "_Work") -> dict[str, Any]:
+def _finish(job: Job, folder: Folder, work: "_Work") -> CertifySummary:
     """Sum up the records of all shards. The summary comes last: where it is, everything else is."""
-    found = summarise(folder.records(), settings)
-    check_complete(found, job, folder, "certified")
+    run = read_run(folder.path)
+    settings = convert(run.settings, CertifySettings, folder.path / "run.json")
+    tally = CertifyTally(settings)
+    for record in folder.records():
+        tally.add(record)
+    check_complete(tally, job, folder, "certified")
     chosen = gallery.choose(folder.records(), settings)
     for _, record in chosen:
         work.loop.refusal((record["size"][0], record["size"][1]))  # traces the network where that is still to be done
     with pool(work.loop.workers) as workers:
         gallery.save(folder, chosen, list(workers.map(work.view, [record for _, record in chosen])))
-    summary = make_summary(found, folder.run() or {}, work.loop.seconds(found["images"]))
+    summary = tally.summarize(seconds=work.loop.seconds(tally.images), environment=run.environment)
     folder.write("summary.json", summary)
     return summary
 
@@ -117,7 +122,7 @@ class _Work:
     """What certifying does with a batch; called by several threads at once."""
 
     job: Job
-    loop: Loop[Tally]
+    loop: Loop[CertifyTally]
     packers: OrderedDict[tuple[tuple[int, int], str], Packer] = field(default_factory=OrderedDict)
 
     @torch.no_grad()

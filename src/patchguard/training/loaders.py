@@ -1,4 +1,4 @@
-"""What an epoch reads: images that lie in the memory of the device, or that are decoded on the way."""
+"""Batches of training images, kept in the memory of the device or decoded anew in every epoch."""
 
 import os
 from collections.abc import Iterator
@@ -15,12 +15,12 @@ from patchguard.data.source import Source
 
 Batch: TypeAlias = tuple[UInt8[Tensor, "batch 3 height width"], Int64[Tensor, " batch"]]
 
-MEMORY_SHARE = 0.5  # of a memory that images may fill; the rest is for the network
+MEMORY_FRACTION = 0.5  # that images may fill; the rest is for the network
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class InMemory:
+class InMemoryLoader:
     """Images and targets on the device."""
 
     images: UInt8[Tensor, "count 3 height width"]
@@ -36,17 +36,17 @@ class InMemory:
         return self.images[:count], self.targets[:count]
 
     def epoch(self, number: int, batch_size: int, part: slice, generator: torch.Generator) -> Iterator[Batch]:
-        """Yield `part` of every full batch; the order is the first that is drawn from `generator`."""
+        """Yield `part` of every full batch, in an order that is the first draw from `generator`."""
         order = torch.randperm(self.count, generator=generator, device=self.targets.device)
         for start in range(0, self.count - batch_size + 1, batch_size):
-            chosen = order[start : start + batch_size][part]
-            yield self.images[chosen], self.targets[chosen]
+            index = order[start : start + batch_size][part]
+            yield self.images[index], self.targets[index]
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Streamed:
-    """Images that worker processes decode on the way; every process of a group decodes all of them."""
+class StreamingLoader:
+    """Images that worker processes decode; every process of a group decodes all of them."""
 
     source: Source
     size: tuple[int, int]
@@ -67,26 +67,28 @@ class Streamed:
 
     def epoch(self, number: int, batch_size: int, part: slice, generator: torch.Generator) -> Iterator[Batch]:
         """Yield `part` of every full batch, in an order that depends on the seed and the epoch alone."""
-        drawn = batches(
+        shuffled = batches(
             self.source, size=self.size, batch_size=batch_size, workers=self.workers, seed=self.seed, epoch=number
         )
-        for images, targets in drawn:
+        for images, targets in shuffled:
             if len(targets) == batch_size:
                 yield images[part].to(self.device, non_blocking=True), targets[part].to(self.device, non_blocking=True)
 
 
-def feed_of(data: Dataset | Source, size: tuple[int, int], seed: int, device: torch.device) -> InMemory | Streamed:
-    """Return images of a dataset on the device, or those of a source as they are decoded."""
+def make_loader(
+    data: Dataset | Source, size: tuple[int, int], seed: int, device: torch.device
+) -> InMemoryLoader | StreamingLoader:
+    """Return a loader of the images in a dataset, or of those that a source decodes."""
     if isinstance(data, Source):
-        return Streamed(data, size, seed, device)
-    return InMemory(data.images.to(device), data.targets.to(device))
+        return StreamingLoader(data, size, seed, device)
+    return InMemoryLoader(data.images.to(device), data.targets.to(device))
 
 
-def fits(count: int, size: tuple[int, int], device: torch.device) -> bool:
-    """Return whether so many images can be kept in the memory of this machine and of the device."""
+def fits_in_memory(count: int, size: tuple[int, int], device: torch.device) -> bool:
+    """Return whether `count` images fit into the memory of this machine and of the device."""
     memories = []
     if hasattr(os, "sysconf"):
         memories.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if device.type == "cuda":
         memories.append(torch.cuda.get_device_properties(device).total_memory)
-    return all(count * 3 * size[0] * size[1] <= MEMORY_SHARE * memory for memory in memories)
+    return all(count * 3 * size[0] * size[1] <= MEMORY_FRACTION * memory for memory in memories)

@@ -150,3 +150,8 @@ def test_a_support_that_wraps_does_not_compose() -> None:
     support = Axis((3, 0), (2, 1), size=4)
     with pytest.raises(InputError, match="must not wrap around"):
         compose(Field.identity(2, 2), Field(support, support))
+
+
+def test_neighboring_pixels_have_a_stride_of_1_and_equal_cells_none() -> None:
+    assert Axis.identity(4).stride == 1
+    assert Axis((2, 2, 2), (3, 3, 3), 9).stride is None

@@ -38,7 +38,5 @@ def test_a_rule_that_expects_another_shape_is_not_believed(monkeypatch: pytest.M
 
     assert trace_field(nn.ReLU(), (4, 5)).grid == (4, 5)
     monkeypatch.setitem(trace.RULES, "relu", drop_a_row)
-    with pytest.raises(
-        InputError, match=r"`relu` gives .*3, 4, 5\) where its rule expects .*3, 3, 5\)"
-    ):
+    with pytest.raises(InputError, match=r"`relu` gives .*3, 4, 5\) where its rule expects .*3, 3, 5\)"):
         trace_field(nn.ReLU(), (4, 5))

@@ -13,6 +13,7 @@ _HOME = {
     "DetectionCertificate": "guard",
     "Evidence": "defenses.evidence",
     "EvidenceMap": "defenses.evidence",
+    "Guard": "guard",
     "LocalGuard": "guards.local",
     "InputError": "errors",
     "IntervalGuard": "guards.interval",
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from patchguard.geometry.windows import Windows as Windows
     from patchguard.guard import Certificate as Certificate
     from patchguard.guard import DetectionCertificate as DetectionCertificate
+    from patchguard.guard import Guard as Guard
     from patchguard.guard import Prediction as Prediction
     from patchguard.guards.interval import IntervalGuard as IntervalGuard
     from patchguard.guards.local import LocalGuard as LocalGuard

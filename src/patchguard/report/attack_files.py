@@ -119,7 +119,11 @@ def read_attack_gallery(folder: Path) -> list[AttackPicture]:
 
 def _picture(entry: Entry, place: int, archive: Any, path: Path) -> AttackPicture:
     original, changed = (np.asarray(archive[f"{name}_{place}"]) for name in ("original", "attacked"))
-    maps = [np.asarray(archive[f"{name}_{place}"]) for name in ("before", "after", "other_before", "other_after")]
+    names = [f"{name}_{place}" for name in ("before", "after", "other_before", "other_after")]
+    if not any(name in archive for name in names):  # of guards without cells
+        maps = [np.zeros((1, 1), np.float32)] * len(names)
+    else:
+        maps = [np.asarray(archive[name]) for name in names]
     for pixels in (original, changed):
         if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
             raise InputError(f"`{path}`: image {place} must be 8-bit pixels (height, width, 3); got {pixels.shape}.")

@@ -272,13 +272,17 @@ def read_arrays(path: Path, wanted: str, again: str) -> Iterator[Any]:
 
 
 def _picture(entry: Entry, place: int, archive: Any, path: Path) -> Picture:
-    pixels, evidence, rival = (np.asarray(archive[f"{name}_{place}"]) for name in ("image", "evidence", "rival"))
+    pixels = np.asarray(archive[f"image_{place}"])
+    evidence = rival = np.zeros((1, 1), np.float32)  # of guards without cells
+    if entry.get("grid") is not None:
+        evidence, rival = (np.asarray(archive[f"{name}_{place}"]) for name in ("evidence", "rival"))
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] != 3 or 0 in pixels.shape:
         raise InputError(f"`{path}`: image_{place} must be 8-bit pixels (height, width, 3); got {pixels.shape}.")
     if evidence.ndim != 2 or evidence.shape != rival.shape or 0 in evidence.shape:
         raise InputError(f"`{path}`: evidence_{place} and rival_{place} must be maps of one shape (rows, columns).")
     boxes = {name: found.wholes(4) if (found := entry.get(name)) else None for name in ("window", "box", "mask")}
-    target, size, grid = entry.get("target"), entry.at("size").wholes(2), entry.at("grid").wholes(2)
+    target, size, cells = entry.get("target"), entry.at("size").wholes(2), entry.get("grid")
+    grid = (1, 1) if cells is None else cells.wholes(2)
     if 0 in (*size, *grid):
         raise entry.wrong("an image of at least one pixel and one cell")
     return Picture(

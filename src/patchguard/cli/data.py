@@ -8,21 +8,13 @@ from typing import TYPE_CHECKING, Annotated, final
 
 import typer
 
-from patchguard.cli.common import screen, shown
-from patchguard.cli.progress import show_download
+from patchguard.cli.common import Limit, Root, screen, shown
+from patchguard.cli.progress import show_progress
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
     from rich.table import Table
 
     from patchguard.data.source import Source
-
-Root = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder of datasets. Default: $PATCHGUARD_DATA, or ~/.cache/patchguard/data.", show_default=False
-    ),
-]
 
 app = typer.Typer(
     help="List datasets, get them, and check folders of images.",
@@ -58,8 +50,8 @@ def get(
     from patchguard.data.catalog import data_root
     from patchguard.data.fetch import fetch
 
-    with show_download(name) as progress:
-        folder = fetch(name, data_root(root), via=via, progress=progress)
+    with show_progress(f"downloading {name}", unit="bytes", transient=True) as progress:
+        folder = fetch(name, data_root(root), via=via, progress=progress.update)
     screen().print(f"{name} is in {shown(str(folder))}", soft_wrap=True)
 
 
@@ -67,7 +59,7 @@ def get(
 def check(
     what: Annotated[str, typer.Argument(help="A folder, a pattern such as 'photos/*.jpg', a file, or a known name.")],
     root: Root = None,
-    limit: Annotated[int | None, typer.Option(help="Check so many images only, spread over all.")] = None,
+    limit: Limit = None,
     workers: Annotated[int | None, typer.Option(help="Threads that decode. Default: one per processor.")] = None,
 ) -> None:
     """Decode every image and report classes, sizes, and the files that cannot be read, with the reason.
@@ -107,9 +99,9 @@ def _decoded(source: "Source", workers: int | None) -> _Found:
     from patchguard.data.loading import decoded
 
     found = _Found()
-    with _progress() as progress:
-        images = progress.track(decoded(source, workers), total=len(source), description="decoding")
-        for place, image in enumerate(images):
+    with show_progress("decoding", len(source), unit="images", transient=True) as progress:
+        for place, image in enumerate(decoded(source, workers)):
+            progress.update(place + 1)
             if isinstance(image, Unreadable):
                 found.unreadable[place] = image.reason
             else:
@@ -163,11 +155,3 @@ def _table(*columns: str) -> "Table":
     from rich.table import Table
 
     return Table(*columns, box=None, pad_edge=False)
-
-
-def _progress() -> "Progress":
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    return Progress(console=console, transient=True, disable=not console.is_terminal)

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from patchguard.cli.common import screen, shown
-from patchguard.cli.progress import show_download
+from patchguard.cli.progress import show_progress
 
 
 def models(
@@ -23,8 +23,8 @@ def models(
         from patchguard.storage.published_models import download_model
 
         for name in download:
-            with show_download(name) as progress:
-                path = download_model(name, progress)
+            with show_progress(f"downloading {name}", unit="bytes", transient=True) as progress:
+                path = download_model(name, progress.update)
             screen().print(f"{name} is at {shown(str(path))}", soft_wrap=True)
         return
     from rich.table import Table

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
@@ -87,17 +87,3 @@ def _columns(unit: str) -> "list[ProgressColumn]":
     counted = amount.get(unit, [MofNCompleteColumn(), TextColumn("{task.fields[rate]}")])
     doing, note = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
     return [doing, BarColumn(), *counted, TimeRemainingColumn(), note]
-
-
-@contextmanager
-def show_download(name: str) -> Iterator[Callable[[int, int | None], None] | None]:
-    """Yield what shows the bytes of a download as they come: a bar on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress as Bars
-
-    with Bars(*_columns("bytes"), console=Console(stderr=True), transient=True) as bars:
-        bar = bars.add_task(f"downloading {name}", total=None, note="")
-        yield lambda done, total: bars.update(bar, completed=done, total=total)

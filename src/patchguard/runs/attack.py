@@ -41,8 +41,8 @@ from patchguard.runs.engine import (
 from patchguard.runs.gallery import Draw
 from patchguard.runs.job import Job
 from patchguard.runs.metrics import ATTACK_GROUPS, AttackTally, attack_group
-from patchguard.runs.records import FORMAT, Folder, Record
-from patchguard.runs.summary import AttackSettings, AttackSummary, Run, convert, read_run, to_plain
+from patchguard.runs.records import Folder, Record
+from patchguard.runs.summary import FORMAT, AttackSettings, AttackSummary, Run, convert, read_run, to_plain
 from patchguard.storage import atomic
 from patchguard.storage.certificate_file import image_digest
 
@@ -181,8 +181,8 @@ def _finish(engine: Engine[Hunt], folder: Folder) -> AttackSummary:
     chosen = hunt.draw.taken(ATTACK_GROUPS)
     plans = [engine.plan((record["size"][0], record["size"][1])) for _, record in chosen]
     with worker_pool(engine.workers) as pool:
-        view = partial(_view, engine, folder.path)
-        attack_gallery.save(folder, chosen, list(pool.map(view, [record for _, record in chosen], plans)))
+        views = pool.map(partial(_view, engine, folder.path), [record for _, record in chosen], plans)
+        attack_gallery.save(folder, chosen, list(views))
     summary = hunt.tally.summarize(seconds=engine.seconds(hunt.images), environment=run.environment)
     folder.write("summary.json", summary)
     return summary

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -108,7 +109,7 @@ def _finish(engine: Engine[CertifyTally], folder: Folder) -> CertifySummary:
     chosen = gallery.choose(folder.records(), settings)
     plans = [engine.plan((record["size"][0], record["size"][1])) for _, record in chosen]
     with worker_pool(engine.workers) as pool:
-        views = pool.map(lambda record, plan: _view(engine, record, plan), [record for _, record in chosen], plans)
+        views = pool.map(partial(_view, engine), [record for _, record in chosen], plans)
         gallery.save(folder, chosen, list(views))
     summary = tally.summarize(seconds=engine.seconds(tally.images), environment=run.environment)
     folder.write("summary.json", summary)

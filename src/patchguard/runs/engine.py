@@ -103,7 +103,7 @@ def resolve_device(job: Job, device: str, batch_size: int | None) -> tuple[torch
     return chosen, size
 
 
-def check_complete(tally: Counts, job: Job, folder: Folder, verb: str) -> None:
+def check_complete(counts: Counts, job: Job, folder: Folder, verb: str) -> None:
     """Raise unless the records are those of all images, each once, and at least one could be certified or attacked."""
     recorded = folder.mark_recorded(len(job.source))
     if not all(recorded):
@@ -111,10 +111,10 @@ def check_complete(tally: Counts, job: Job, folder: Folder, verb: str) -> None:
             f"{folder.path} holds {sum(recorded)} records for {len(job.source)} images. "
             "Remove the folder and start the run again."
         )
-    if tally.errors == tally.images:
+    if counts.errors == counts.images:
         record = next(record for record in folder.records() if "error" in record)
         raise InputError(
-            f"none of the {tally.images} images can be {verb}: {record['name']} {record['error']}. "
+            f"none of the {counts.images} images can be {verb}: {record['name']} {record['error']}. "
             "Check the images and the patch."
         )
 
@@ -278,9 +278,8 @@ class Engine(Generic[Counted]):
         """
         total = time.perf_counter() - self.began
         new = images - self.recorded_before
-        rate = new / total if new else None
         network = round(self.network_seconds / self.workers, 3)
-        return Seconds(total=round(total, 3), network=network, images_per_second=rate)
+        return Seconds(total=round(total, 3), network=network, images_per_second=new / total if new else None)
 
     def resume(
         self,

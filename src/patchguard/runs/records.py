@@ -20,14 +20,13 @@ import msgspec
 from filelock import FileLock, Timeout
 
 from patchguard.errors import InputError
-from patchguard.runs.summary import FORMAT as FORMAT
 from patchguard.runs.summary import START_AGAIN, Run, Schema, flatten, read_run, read_summary, to_json
 from patchguard.storage import atomic
 
 LOCK = ".lock"
 
-# Settings that do not change what a run records, or that follow from others and were not written by all releases.
-FREE = ("shards", "guard", "detects", "defends")
+# How a run was divided among processes does not change what it records.
+FREE = ("shards",)
 
 # What rounds numbers: another release may give other ones.
 VERSIONS = ("patchguard", "torch")
@@ -50,13 +49,13 @@ class Folder:
         return read_run(self.path) if (self.path / "run.json").exists() else None
 
     @property
-    def finished(self) -> bool:
-        """Whether the run is finished."""
+    def complete(self) -> bool:
+        """Whether every image is recorded and summed up."""
         return (self.path / "summary.json").exists()
 
     def summary(self, schema: type[Schema]) -> Schema | None:
-        """Return summary.json, or None where the run is not finished."""
-        return read_summary(self.path, schema) if self.finished else None
+        """Return summary.json, or None where the run is not complete."""
+        return read_summary(self.path, schema) if self.complete else None
 
     def records(self) -> Iterator[Record]:
         """Yield the records, one at a time; a torn last line is passed over."""
@@ -115,7 +114,7 @@ class Folder:
         """
         there = self.run()
         if there is None:
-            if self.shards() or self.finished:
+            if self.shards() or self.complete:
                 raise InputError(f"{self.path} holds records without run.json. {START_AGAIN}")
             check()
             self.write("run.json", run)
@@ -134,7 +133,7 @@ class Folder:
             raise InputError(
                 f"{self.path} holds a run with other settings: {told}. Give another --out, or remove that folder."
             )
-        mixed = None if self.finished else self._mix_versions(there, run, allowed=mix_versions)
+        mixed = None if self.complete else self._mix_versions(there, run, allowed=mix_versions)
         check()
         if mixed is not None:
             self.write("run.json", mixed)
@@ -173,7 +172,7 @@ class Folder:
 
     def write(self, name: str, value: Any) -> None:
         """Write a JSON file, all or nothing."""
-        atomic.write_bytes(self.path / name, to_json(value).encode())
+        self.write_bytes(name, to_json(value).encode())
 
     def write_bytes(self, name: str, content: bytes, *, durable: bool = True) -> None:
         """Write a file, all or nothing; `durable` waits until it would survive a power failure, too."""

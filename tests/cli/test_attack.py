@@ -48,6 +48,14 @@ def photos(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def resizing(tmp_path_factory) -> str:
+    """The model for pictures of any size, which are resized to 12 x 12 pixels."""
+    path = tmp_path_factory.mktemp("resizing") / "resizing.safetensors"
+    zoo.save(replace(threshold_guard.make_guard(), preprocess=Preprocess((Resize(height=12, width=12),))), path)
+    return str(path)
+
+
 @pytest.fixture
 def run(model, photos):
     def invoke(*words, command="attack"):
@@ -240,7 +248,7 @@ def test_a_rule_that_detects_promises_the_label_or_an_alert(run, tmp_path):
     with threshold_guard.plant_mistake():
         defense = MaskedAgreement(masks=threshold_guard.ANY)
         mistaken = threshold_guard.save_guard(tmp_path / "mistaken.safetensors", defense)
-        shown = run("--model", mistaken, *GRADIENTS, "--out", tmp_path / "mistaken")
+        shown = run("--model", mistaken, *GRADIENTS, "--limit", "4", "--out", tmp_path / "mistaken")
     assert shown.exit_code == 3, shown.output
     found = [record for record in Folder(tmp_path / "mistaken").records() if record.get("refuted")]
     assert found
@@ -302,25 +310,21 @@ def test_other_settings_and_runs_of_another_kind_are_refused(run, photos, tmp_pa
     assert "2 attacks compared" in (tmp_path / "run" / "comparison.html").read_text()
 
 
-def test_one_image_of_a_run_is_attacked_under_the_masks_of_the_run(run, tmp_path):
-    root = threshold_guard.write_images(tmp_path / "sizes", 4)
+def test_one_image_of_a_run_is_attacked_under_the_masks_of_the_run(run, resizing, tmp_path):
+    root = threshold_guard.write_images(tmp_path / "sizes", 2)
     Image.new("RGB", (48, 48), (120, 120, 120)).save(root / "dark" / "large.png")  # the masks are made for 12 x 12
-    resized = replace(threshold_guard.make_guard(), preprocess=Preprocess((Resize(height=12, width=12),)))
-    zoo.save(resized, tmp_path / "resized.safetensors")
-    words = ("--model", tmp_path / "resized.safetensors", "--data", root, "--defense", "DoubleMasking")
+    words = ("--model", resizing, "--data", root, "--defense", "DoubleMasking")
     words += ("--patch", "4", "--attack", "noise", "--out")
     assert run(*words, tmp_path / "all").exit_code == 0
-    assert run(*words, tmp_path / "one", "--only", "8").exit_code == 0
+    assert run(*words, tmp_path / "one", "--only", "4").exit_code == 0
     (alone,) = records(tmp_path / "one").values()
-    assert {**alone, "index": 8} == records(tmp_path / "all")["dark/large.png"]
+    assert {**alone, "index": 4} == records(tmp_path / "all")["dark/large.png"]
 
 
-def test_in_network_pixels_the_resized_image_is_attacked(run, tmp_path):
+def test_in_network_pixels_the_resized_image_is_attacked(run, resizing, tmp_path):
     root = threshold_guard.write_images(tmp_path / "sizes", 2)
     Image.new("RGB", (48, 48), (120, 120, 120)).save(root / "dark" / "large.png")
-    resized = replace(threshold_guard.make_guard(), preprocess=Preprocess((Resize(height=12, width=12),)))
-    zoo.save(resized, tmp_path / "resized.safetensors")
-    words = ("--model", tmp_path / "resized.safetensors", "--data", root, "--patch", "4", "--patch-space", "input")
+    words = ("--model", resizing, "--data", root, "--patch", "4", "--patch-space", "input")
     shown = run(*words, "--attack", "noise", "--out", tmp_path / "run")
     assert shown.exit_code == 0, shown.output
     assert "a patch of 4x4 network pixels" in shown.stdout.replace("\n", " ")
@@ -334,9 +338,9 @@ def test_in_network_pixels_the_resized_image_is_attacked(run, tmp_path):
 
 
 def test_records_depend_on_seed_and_image_alone(run, tmp_path):
-    words = ("--attack", "noise", "--budget", "tries=2")
+    words = ("--attack", "noise", "--budget", "tries=2", "--limit", "5")
     found = []
-    for number, more in enumerate((("--batch-size", "1"), ("--batch-size", "7"), ("--seed", "1"))):
+    for number, more in enumerate((("--batch-size", "1"), ("--batch-size", "4"), ("--seed", "1"))):
         assert run(*words, *more, "--out", tmp_path / str(number)).exit_code == 0
         found.append(lines(tmp_path / str(number)))
     assert found[0] == found[1]
@@ -392,6 +396,7 @@ def test_a_killed_run_loses_and_doubles_nothing(uninterrupted, tmp_path):
     assert lines(out) == expected
 
 
+@pytest.mark.slow
 def test_two_processes_of_torchrun_give_the_records_of_one(uninterrupted, tmp_path):
     words, expected = uninterrupted
     out = tmp_path / "run"

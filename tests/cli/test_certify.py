@@ -171,7 +171,7 @@ def test_a_finished_run_is_shown_again_and_other_settings_are_refused(run, label
 
 
 def test_a_run_cut_anywhere_ends_with_the_same_bytes(run, labelled, tmp_path):
-    words = ("--data", labelled, "--batch-size", "3", "--out", tmp_path)
+    words = ("--data", labelled, "--limit", "8", "--batch-size", "3", "--out", tmp_path)
     assert run("certify", *words).exit_code == 0
     whole, summary = lines(tmp_path), json.loads((tmp_path / "summary.json").read_text())
     (shard,) = Folder(tmp_path).shards()
@@ -369,6 +369,7 @@ def uninterrupted(many, model, tmp_path_factory) -> tuple[list[str], list[str]]:
     return words, lines(out)
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_loses_and_doubles_nothing(uninterrupted, tmp_path):
     words, expected = uninterrupted
     chance, out = random.Random(5), tmp_path / "run"
@@ -395,6 +396,7 @@ def test_a_run_killed_at_random_moments_loses_and_doubles_nothing(uninterrupted,
     assert json.loads((out / "summary.json").read_text())["errors"] == 1
 
 
+@pytest.mark.slow
 def test_two_processes_of_torchrun_give_the_records_of_one(uninterrupted, tmp_path):
     words, expected = uninterrupted
     out = tmp_path / "run"

@@ -123,7 +123,7 @@ def test_a_saved_universal_patch_is_used(run, tmp_path):
 
 
 def test_a_targeted_attack_counts_its_aim_and_leaves_its_class_alone(run, tmp_path):
-    words = ("--attack", "colours", "--defense", "Undefended", "--aim", "bright", "--out", tmp_path, "--json")
+    words = ("--attack", "colors", "--defense", "Undefended", "--aim", "bright", "--out", tmp_path, "--json")
     summary = json.loads(run(*words).stdout)
     assert summary["settings"]["aim"] == 0
     assert summary["aimed"]["of"] == 4
@@ -135,7 +135,7 @@ def test_a_targeted_attack_counts_its_aim_and_leaves_its_class_alone(run, tmp_pa
 
 def test_images_without_classes_must_keep_their_labels(run, photos, tmp_path):
     pattern = f"{photos}/*/0*.png"
-    shown = run("--data", pattern, "--attack", "colours", "--defense", "Undefended", "--out", tmp_path, "--json")
+    shown = run("--data", pattern, "--attack", "colors", "--defense", "Undefended", "--out", tmp_path, "--json")
     summary = json.loads(shown.stdout)
     assert (summary["labelled"], summary["attacked"]["of"]) == (False, 8)
     assert summary["attacked"]["right"] < 8

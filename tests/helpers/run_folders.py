@@ -31,7 +31,7 @@ def fabricate(
     images: int = 60,
     patches: tuple[str, ...] = ("5x5",),
     class_names: list[str] = CIFAR10,
-    labelled: bool = True,
+    labeled: bool = True,
     certified: float = 0.6,
     errors: int = 0,
     curve: tuple[int, ...] = (1, 2, 3, 5, 8),
@@ -68,7 +68,7 @@ def fabricate(
                 "index": index,
                 "name": f"test/{index:05d}",
                 "size": [32, 32],
-                "target": target if labelled else None,
+                "target": target if labeled else None,
                 "undefended": target if draw.random() < 0.9 else other,
                 "label": label,
                 "patches": entries,
@@ -86,13 +86,13 @@ def fabricate(
     return save(
         folder,
         records,
-        made_settings(images + errors, patches, class_names, labelled, curve) | settings,
+        made_settings(images + errors, patches, class_names, labeled, curve) | settings,
         made_pictures(records, patches[0], pictures, draw),
     )
 
 
 def made_settings(
-    images: int, patches: tuple[str, ...], class_names: list[str], labelled: bool, curve: tuple[int, ...]
+    images: int, patches: tuple[str, ...], class_names: list[str], labeled: bool, curve: tuple[int, ...]
 ) -> dict[str, Any]:
     """Return settings as `patchguard certify` writes them."""
     return {
@@ -107,7 +107,7 @@ def made_settings(
         "top_k": 1,
         "curve": list(curve),
         "class_names": class_names,
-        "labelled": labelled,
+        "labeled": labeled,
         "shards": 1,
         "certificates": False,
     }

@@ -8,8 +8,8 @@ import torch
 from helpers.small_guards import random_images, randomize_weights
 from helpers.weak_networks import Spike, dark_images, undefended_guard
 
-from patchguard.attacks.base import covered
-from patchguard.attacks.climb import Pace
+from patchguard.attacks.base import patch_mask
+from patchguard.attacks.gradient_ascent import StepSchedule
 from patchguard.attacks.patch_pgd import PatchPGD
 from patchguard.defenses import ClippedSum, Undefended
 from patchguard.defenses.evidence import Evidence
@@ -124,10 +124,10 @@ def test_an_attack_that_goes_on_changes_its_patch_alone_and_never_loses():
     target = guard.predict(images).label
     target[0] = (target[0] + 1) % 3  # wrong as it is: gets a patch all the same
     made = FAST(guard, images, target, patch)
-    pressed = press(guard, images, target, patch, made, Pace(steps=10, step=0.1))
+    pressed = press(guard, images, target, patch, made, StepSchedule(steps=10, step=0.1))
     differs = (pressed != images).any(1)
     assert differs[0].any()
-    outside = ~covered(made.places, patch, 32, 32)[:, 0]
+    outside = ~patch_mask(made.positions, patch, 32, 32)[:, 0]
     assert not (differs & outside)[1:].any()
     assert all(
         int(rows.sum()) <= 6 and int(columns.sum()) <= 6
@@ -146,7 +146,7 @@ def test_an_attack_that_goes_on_changes_its_patch_alone_and_never_loses():
 def test_a_study_of_a_batch_finds_more_wrong_cells_after_the_attack():
     guard, images = resnet(), random_images(6, 32)
     target = guard.predict(images).label
-    study = CaseStudy.of(guard, images, target, FAST, Patch(12), pace=Pace(steps=15, step=0.2))
+    study = CaseStudy.of(guard, images, target, FAST, Patch(12), schedule=StepSchedule(steps=15, step=0.2))
     stages = study.stages
     assert stages.original.wrong.tolist() == [False] * 6
     assert stages.attacked.wrong_cell_share > stages.original.wrong_cell_share

@@ -39,7 +39,7 @@ def attack(
     ] = "",
     patch_space: Annotated[str, typer.Option(help=SPACE)] = "source",
     attack: Annotated[
-        str, typer.Option(help="adaptive, patch_pgd, universal_patch, noise, colours or copy.")
+        str, typer.Option(help="adaptive, patch_pgd, universal_patch, noise, colors or copy.")
     ] = "adaptive",
     budget: Annotated[
         str,

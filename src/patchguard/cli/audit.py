@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 def audit(
     model: Annotated[str, typer.Option(help="A name that `patchguard models` lists, or a checkpoint file.")],
-    size: Annotated[str, typer.Option(help="Size of the source images, 224 or 224x300. Default: the model's usual size.")] = "",
+    size: Annotated[
+        str, typer.Option(help="Size of the source images, 224 or 224x300. Default: the model's usual size.")
+    ] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, or a numbered GPU such as cuda:1.")] = "auto",
     tolerance: Annotated[float, typer.Option(help="Largest change outside a field that counts as rounding.")] = 0.0,
 ) -> None:
@@ -68,7 +70,9 @@ def _windows_table(guard: "LocalGuard[Any]", height: int, width: int) -> "Table"
         windows = guard.windows(patch, height, width)
         rows, columns = (max(b - a for a, b in axis) for axis in (windows.rows, windows.columns))
         fraction = rows * columns / (windows.grid[0] * windows.grid[1])
-        table.add_row(f"{patch.height} x {patch.width}", f"{rows} x {columns} cells", f"{fraction:.0%}", str(len(windows)))
+        table.add_row(
+            f"{patch.height} x {patch.width}", f"{rows} x {columns} cells", f"{fraction:.0%}", str(len(windows))
+        )
     return table
 
 

@@ -20,10 +20,9 @@ from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from patchguard import runtime
-from patchguard.attacks.base import Attack
-from patchguard.attacks.climb import Pace
+from patchguard.attacks.base import Attack, Images
+from patchguard.attacks.gradient_ascent import StepSchedule
 from patchguard.attacks.patch_pgd import PatchPGD
-from patchguard.attacks.victim import Images
 from patchguard.defenses import Undefended
 from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
@@ -65,17 +64,17 @@ class CaseStudy:
         attack: Attack,
         patch: Patch,
         *,
-        pace: Pace | None = None,
+        schedule: StepSchedule | None = None,
         seed: int = 0,
         numbers: Sequence[int] | None = None,
         tick: Tick = lambda count: None,
     ) -> "CaseStudy":
-        """Attack images and look at their cells; `pace` is how the attack goes on after its success (None: not)."""
+        """Attack images and look at their cells; `schedule` is how the attack goes on after its success (None: not)."""
         watched = Watched(guard, tick)
         made = attack(watched, images, target, patch, seed=seed, numbers=numbers)
         pressed = made.images
-        if pace is not None:
-            pressed = press(watched, images, target, patch, made, pace, seed=seed, numbers=numbers)
+        if schedule is not None:
+            pressed = press(watched, images, target, patch, made, schedule, seed=seed, numbers=numbers)
         stages = Stages(
             original=observe(guard, images, target),
             broken=observe(guard, made.images, target),
@@ -180,9 +179,9 @@ def run(
     arms: list[dict[str, Clipping]] = []
     for numbers, pixels, target in images.batches(device, options.batch_pixels):
         shared: dict[str, Any] = {"seed": options.seed, "numbers": numbers}
-        pace = options.attack.pace if options.press else None
+        schedule = options.attack.schedule if options.press else None
         tick = partial(progress, "attack")
-        found = CaseStudy.of(guard, pixels, target, options.attack, patch, pace=pace, tick=tick, **shared)
+        found = CaseStudy.of(guard, pixels, target, options.attack, patch, schedule=schedule, tick=tick, **shared)
         parts.append(found.stages)
         if not (options.ceiling and largest > 0):
             continue

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from patchguard import runtime
 from patchguard.attacks.adaptive import Adaptive
-from patchguard.attacks.base import Attack
-from patchguard.attacks.baselines import Colours, Copy
+from patchguard.attacks.base import Attack, Images, Victim
+from patchguard.attacks.baselines import Colors, Copy
 from patchguard.attacks.patch_pgd import PatchPGD
-from patchguard.attacks.victim import Images, Victim
 from patchguard.defenses import Undefended
 from patchguard.errors import InputError
 from patchguard.guards.local import LocalGuard
@@ -150,14 +149,14 @@ def run(
     patch = Patch.of_area(options.area, height=height, width=width)
     proven = None if certified is None else certified.for_patch(patch, height, width)
     feared = replace(options.attack, search="occlusion")
-    attacks = [options.attack, feared, Colours(tries=options.tries), Copy(tries=options.tries)]
+    attacks = [options.attack, feared, Colors(tries=options.tries), Copy(tries=options.tries)]
     found: dict[str, list[Kept]] = {}
     for numbers, pixels, target in images.batches(device, options.batch_pixels):
         shared: dict[str, Any] = {"seed": options.seed, "numbers": numbers}
         # To its end, not to its first success: what just crosses the border of a class is undone by any cleaning.
         watched = Watched(guard, partial(progress, "none"))
         made = options.attack(watched, pixels, target, patch, **shared)
-        plain = press(watched, pixels, target, patch, made, options.attack.pace, **shared)
+        plain = press(watched, pixels, target, patch, made, options.attack.schedule, **shared)
         stays = guard.predict(plain).label == target
         bare = Kept(
             clean=(guard.predict(pixels).label == target).cpu(),

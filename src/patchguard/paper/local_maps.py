@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from patchguard.attacks.victim import Images
+from patchguard.attacks.base import Images
 from patchguard.guards.local import LocalGuard
 from patchguard.paper import published
 from patchguard.runs import metrics

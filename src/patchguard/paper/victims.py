@@ -9,11 +9,10 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from patchguard.attacks.base import Attacked, Draws
-from patchguard.attacks.climb import Pace, Try, climb, part_size
-from patchguard.attacks.objectives import Case, cross_entropy, soft_evidence
-from patchguard.attacks.placement import random_places
-from patchguard.attacks.victim import Images, Victim, device_of
+from patchguard.attacks.base import AttackResult, DifferentiableVictim, Draws, Images, find_device
+from patchguard.attacks.gradient_ascent import Attempt, StepSchedule, ascend, gradient_batch_size
+from patchguard.attacks.objectives import Goal, cross_entropy, soft_evidence
+from patchguard.attacks.positions import random_positions
 from patchguard.guard import Prediction
 from patchguard.guards.local import LocalGuard
 from patchguard.models.base import LocalModel
@@ -22,7 +21,7 @@ from patchguard.patch import Patch
 Maps = Float[Tensor, "batch classes rows columns"]
 Tick = Callable[[int], None]
 
-PRESSING = 3  # the purpose of these draws: places for images that were wrong as they are
+PRESSING = 3  # the purpose of these draws: positions for images that were wrong as they are
 
 
 @final
@@ -80,7 +79,7 @@ class Watched:
 class _Tireless:
     """A victim that meets everything with an alert, so that nothing ever counts as broken and no image leaves."""
 
-    victim: Victim
+    victim: DifferentiableVictim
 
     def predict(self, images: Images) -> Prediction:
         """Return an alert, without a look at the images."""
@@ -93,43 +92,43 @@ class _Tireless:
 
 
 def press(
-    victim: Victim,
+    victim: DifferentiableVictim,
     images: Images,
     target: Int64[Tensor, " batch"],
     patch: Patch,
-    attacked: Attacked,
-    pace: Pace,
+    attacked: AttackResult,
+    schedule: StepSchedule,
     *,
     seed: int = 0,
     numbers: Sequence[int] | None = None,
 ) -> Images:
-    """Go on with an attack, at the places it found, for all steps of `pace`; return what has the higher loss.
+    """Go on with an attack, at the positions it found, for all steps of `schedule`; return what has the higher loss.
 
     An attack of this library leaves an image as soon as it is broken. That of the paper's case study climbs the
     cross-entropy to the end and keeps the best, which is what local predictions and logits are looked at for. Images
     that were wrong without an attack get a patch at a random place here.
     """
-    home, device = images.device, device_of(victim, images)
+    home, device = images.device, find_device(victim, images)
     original, target = images.to(device), target.to(device)
-    start, places = attacked.images.to(device), attacked.places.to(device)
+    start, positions = attacked.images.to(device), attacked.positions.to(device)
     untouched: Bool[Tensor, " batch"] = (start == original).flatten(1).all(1)
     draws = Draws(seed, tuple(range(len(images)) if numbers is None else numbers), device)
-    elsewhere = random_places(draws, patch, images.shape[-2], images.shape[-1], PRESSING)
-    places = torch.where(untouched.view(-1, 1, 1), elsewhere, places)
-    size = part_size(victim, original, pace.half)
-    attempt = Try(
-        places=places,
+    elsewhere = random_positions(draws, patch, images.shape[-2], images.shape[-1], PRESSING)
+    positions = torch.where(untouched.view(-1, 1, 1), elsewhere, positions)
+    size = gradient_batch_size(victim, original, schedule.half)
+    attempt = Attempt(
+        positions=positions,
         start=start,
-        case=Case(target=target),
-        objective=lambda local_logits, case, rows, step: cross_entropy(local_logits, case),
+        goal=Goal(target=target),
+        objective=lambda local_logits, goal, rows, step: cross_entropy(local_logits, goal),
     )
-    found, *_ = climb(_Tireless(victim), original, patch, None, attempt, pace, size, judge=False)
+    found, *_ = ascend(_Tireless(victim), original, patch, None, attempt, schedule, size, check_last=False)
     worse = _losses(victim, found, target, size) > _losses(victim, start, target, size)
     return torch.where(worse.view(-1, 1, 1, 1), found, start).to(home)
 
 
 @torch.no_grad()
-def _losses(victim: Victim, images: Images, target: Tensor, size: int) -> Float[Tensor, " batch"]:
+def _losses(victim: DifferentiableVictim, images: Images, target: Tensor, size: int) -> Float[Tensor, " batch"]:
     found = []
     for part, classes in zip(torch.split(images, size), torch.split(target, size), strict=True):
         logits = victim.differentiable_logits(part).float().mean((2, 3))

@@ -260,7 +260,7 @@ class _Work:
             "attacked": torch.where(seen, found.label.to(target.device), reply.label),
             "broken": broken | seen,
             "refuted": certified & (flipped | seen),
-            "places": found.places,
+            "places": found.positions,
         }
         if reply.alert is not None:
             columns["alert"] = reply.alert

@@ -1,7 +1,7 @@
 """Write docs/reproduction.md from results/reproduction: python docs/make_reproduction.py (make docs). A test compares.
 
 A run becomes a published one by copying its result.json to results/reproduction/<name>-<data>.json, pictures beside it
-as <name>-<data>-<picture>.png; not the picture of `occlusion`, which shows images of the set.
+as <name>-<data>-<picture>.png; not the picture of `occlusion`, which shows images of the dataset.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from patchguard.paper import EXPERIMENTS
-from patchguard.paper.experiment import TITLES, percent, written
+from patchguard.paper.experiment import TITLES, Row, to_percent
 
 PAGE = Path(__file__).with_name("reproduction.md")
 RUNS = Path(__file__).parents[1] / "results" / "reproduction"
@@ -19,12 +19,12 @@ LARGE = 2.0  # points: a larger gap is listed with its reason
 HEAD = """# The paper's tables, run again
 
 Made by `make docs` from results/reproduction. Numbers are percentages of all test images unless a row says otherwise:
-ours first, the published one in brackets, `-` where nothing was measured. `patchguard reproduce NAME --data-root DIR`
-runs one of them, `patchguard reproduce --list` shows all.
+ours first, the published one in brackets, `-` where nothing was measured. `patchguard reproduce NAME --root DIR` runs
+one of them, `patchguard reproduce --list` shows all.
 
 Of every table: our certificates are the corrected ones ([theory](theory.md)): ties are not certified, a detection
 threshold above 0 is charged for what an attack can add, and windows come from the traced network. No weights
-pretrained as BagNets on ImageNet are at hand; each row names the model that was used. Certificates are about local
+pretrained as BagNets on ImageNet are available; each row names the model that was used. Certificates are about local
 logits kept as float16, rounded to 10 binary places, and, as in the paper, charge no drift: they hold for a network that
 repeats its numbers exactly outside the patch. `patchguard certify` charges the drift of the model. The notes say how
 many answers float16 changes.
@@ -33,29 +33,31 @@ many answers float16 changes.
 
 def page(runs: Path = RUNS) -> str:
     """Return the whole page."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(runs.glob("*.json"))}
-    text = [HEAD, *contents(found)]
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(runs.glob("*.json"))}
+    text = [HEAD, *contents(results)]
     for experiment in EXPERIMENTS.values():
-        for dataset in experiment.sets or ("",):
-            name = f"{experiment.name}-{dataset}" if dataset else experiment.name
-            if name in found:
+        for dataset in experiment.datasets or ("",):
+            name = experiment.result_name(dataset)
+            if name in results:
                 title = f"{experiment.title}{': ' + TITLES[dataset] if dataset else ''}"
                 text.append(f"\n## {title}\n\n`patchguard reproduce {experiment.name}`")
-                text.append((f" on {device(found[name])}" if device(found[name]) else "") + "\n")
-                text += section(found[name], name, runs)
+                text.append((f" on {device(results[name])}" if device(results[name]) else "") + "\n")
+                text += section(results[name], name, runs)
     return "".join(text)
 
 
-def contents(found: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of what was run on what."""
+def contents(results: dict[str, Any]) -> Iterator[str]:
+    """Yield the table of what the paper has, and what was run on what."""
     yield "\n| experiment | in the paper | run | not run |\n|---|---|---|---|\n"
     for experiment in EXPERIMENTS.values():
+        if not experiment.where:
+            continue
         names = {
-            TITLES[each] or "needs no data": f"{experiment.name}-{each}" if each else experiment.name
-            for each in experiment.sets or ("",)
+            TITLES[dataset] or "needs no data": experiment.result_name(dataset)
+            for dataset in experiment.datasets or ("",)
         }
-        done = [title for title, name in names.items() if name in found]
-        rest = [title for title, name in names.items() if name not in found]
+        done = [title for title, name in names.items() if name in results]
+        rest = [title for title, name in names.items() if name not in results]
         words = (experiment.title, ", ".join(experiment.where), ", ".join(done), ", ".join(rest))
         yield f"| `{experiment.name}`: {' | '.join(words)} |\n"
 
@@ -75,12 +77,7 @@ def section(run: dict[str, Any], name: str, runs: Path) -> Iterator[str]:
         yield f"\n**{table['title']}**{where}\n\n"
         yield f"| | {' | '.join(table['columns'])} |\n|---|{'---|' * len(table['columns'])}\n"
         for row in table["rows"]:
-            theirs = row["published"] or [None] * len(table["columns"])
-            cells = [
-                written(mine) + ("" if paper is None else f" ({written(paper)})")
-                for mine, paper in zip(row["ours"], theirs, strict=True)
-            ]
-            yield f"| {row['label']} | {' | '.join(cells)} |\n"
+            yield f"| {row['label']} | {' | '.join(Row.from_json(row).texts())} |\n"
         yield from remarks(table)
     for picture in run["figures"]:
         if (runs / f"{name}-{picture}.png").is_file():
@@ -93,13 +90,13 @@ def remarks(table: dict[str, Any]) -> Iterator[str]:
     """Yield each remark once, with the rows it is about and their largest gap to the paper, and the reason for it."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in table["rows"]:
-        groups.setdefault("; ".join(part for part in (row["note"], row["reason"]) if part), []).append(row)
+        groups.setdefault(Row.from_json(row).remark, []).append(row)
     lines = []
-    for said, rows in groups.items():
+    for remark, rows in groups.items():
         widest = max((gap for row in rows for gap in differences(table, row)), key=abs, default=0.0)
         far = f" (up to {widest:+.1f} points from the paper)" if abs(widest) > LARGE else ""
-        if said:
-            lines.append(f"- {', '.join(row['label'] for row in rows)}{far}: {said}\n")
+        if remark:
+            lines.append(f"- {', '.join(row['label'] for row in rows)}{far}: {remark}\n")
     if lines:
         yield "\n" + "".join(lines)
 
@@ -118,9 +115,9 @@ def differences(table: dict[str, Any], row: dict[str, Any]) -> list[float]:
     """Return ours minus the paper's in percentage points, where there are both."""
     if table["unit"] != "%":
         return []
-    pairs = zip(row["ours"], row["published"] or [], strict=False)
-    numbers = [(percent(mine), paper) for mine, paper in pairs]
-    return [mine - paper for mine, paper in numbers if mine is not None and paper is not None]
+    values = Row.from_json(row)
+    numbers = [(to_percent(ours), theirs) for ours, theirs in zip(values.ours, values.published, strict=False)]
+    return [ours - theirs for ours, theirs in numbers if ours is not None and theirs is not None]
 
 
 if __name__ == "__main__":

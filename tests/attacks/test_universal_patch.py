@@ -61,7 +61,7 @@ def test_mistakes_are_named(tmp_path) -> None:
         load_patch(tmp_path / "no.png")
     with pytest.raises(InputError, match="inside the images"):
         apply_patch(torch.zeros(3, 4, 4), images, torch.tensor([[[0, 0]], [[9, 0]]]))
-    with pytest.raises(InputError, match="transformations need"):
+    with pytest.raises(InputError, match="transformations must have"):
         Transformations(smallest=2.0, largest=1.0)
     with pytest.raises(InputError, match="`aim` must be a class from 0 to"):
         learn_patch(color_guard("undefended"), images, 99, Patch(3), steps=1)

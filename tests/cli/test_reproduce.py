@@ -5,13 +5,14 @@ import subprocess
 import sys
 
 import pytest
-from helpers.reproduction import IMAGES
+from helpers.reproduction import IMAGES, thin_context
 from typer.testing import CliRunner
 
+from patchguard import paper
 from patchguard.cli import app
-from patchguard.cli.reproduce import _progress
+from patchguard.cli.reproduce import _print_progress
 from patchguard.errors import InputError
-from patchguard.paper import EXPERIMENTS, outcome
+from patchguard.paper import EXPERIMENTS
 from patchguard.paper.context import Context
 from patchguard.paper.experiment import Experiment, Missing, Result, Row, Table
 
@@ -25,12 +26,17 @@ def run(tmp_path):
     return invoke
 
 
+@pytest.fixture
+def context(tmp_path, monkeypatch):
+    return thin_context(tmp_path / "cache", monkeypatch)
+
+
 def test_the_list_names_every_experiment_its_table_and_its_data(run):
     shown = run("--list")
     assert shown.exit_code == 0
     for experiment in EXPERIMENTS.values():
         (line,) = [line for line in shown.stdout.splitlines() if line.split()[0] == experiment.name]
-        for word in (*experiment.where[:1], *experiment.sets):
+        for word in (*experiment.where[:1], *experiment.datasets):
             assert word in line
     listed = json.loads(run("--list", "--json").stdout)
     assert [entry["name"] for entry in listed] == list(EXPERIMENTS)
@@ -53,10 +59,10 @@ def test_the_list_does_not_wait_for_torch():
     [
         (("treshold",), "Did you mean 'thresholds'?"),
         ((), "`patchguard reproduce --list` shows them"),
-        (("main", "--data", "flowers"), "`--data` must be a set that main can use; got 'flowers'"),
+        (("main", "--data", "flowers"), "`--data` must be a dataset that main can use; got 'flowers'"),
         (
             ("toy_example", "--data", "cifar10"),
-            "`--data` must be a set that toy_example can use; got 'cifar10'. It needs",
+            "`--data` must be a dataset that toy_example can use; got 'cifar10'. It needs",
         ),
         (("main", "--limit", "0"), "`--limit` must be a whole number, 1 or more"),
         (("main", "--batch-size", "-1"), "`--batch-size` must be a whole number, 1 or more"),
@@ -70,9 +76,11 @@ def test_a_mistake_is_one_line_and_status_1(run, words, message):
 
 
 def test_without_data_nothing_is_run_and_the_command_says_so(run, tmp_path):
-    shown = run("all", "--data-root", str(tmp_path / "nothing"), "--data", "cifar10")
+    shown = run("all", "--root", str(tmp_path / "nothing"), "--data", "cifar10")
     assert shown.exit_code == 1
-    assert shown.stdout.count("patchguard data get cifar10") == sum("cifar10" in e.sets for e in EXPERIMENTS.values())
+    assert shown.stdout.count("patchguard data get cifar10") == sum(
+        "cifar10" in e.datasets for e in EXPERIMENTS.values()
+    )
     assert "nothing was run" in shown.stderr
 
 
@@ -91,9 +99,25 @@ def test_json_holds_counts_with_intervals(run, context):
     assert shown.exit_code == 0, shown.stderr
     (found,) = json.loads(shown.stdout)
     first = found["tables"][1]["rows"][0]["ours"][0]
-    assert first["of"] == IMAGES
-    assert first["low"] < first["share"] < first["high"]
+    assert first["total"] == IMAGES
+    assert first["low"] < first["fraction"] < first["high"]
     assert found["figures"] == ["large_patches-mask-srf-7"]
+
+
+def test_the_old_name_of_the_root_still_works_and_is_not_shown(run, tmp_path):
+    missing = run("main", "--data-root", str(tmp_path / "nothing"), "--data", "cifar10")
+    assert str(tmp_path / "nothing") in missing.stdout
+    assert "--data-root" not in run("--help").stdout
+
+
+def test_a_refuted_certificate_is_status_3(run, monkeypatch):
+    def refuted(context: Context, dataset: str) -> Result:
+        return Result(tables=(), refuted=2)
+
+    monkeypatch.setattr(paper, "EXPERIMENTS", {"refuted": Experiment("refuted", "refuted", (), (), refuted)})
+    shown = run("all")
+    assert shown.exit_code == 3
+    assert "2 certified images were broken" in shown.stderr
 
 
 def test_what_lacks_its_data_is_skipped_and_the_rest_is_run(run, monkeypatch, tmp_path):
@@ -105,10 +129,9 @@ def test_what_lacks_its_data_is_skipped_and_the_rest_is_run(run, monkeypatch, tm
         return Result(tables=(table,), figures={"drawn": b"\x89PNG"})
 
     made = {
-        name: Experiment(name=name, title=name, where=(), sets=(), run=function)
-        for name, function in (("lacking", lacking), ("found", found))
+        name: Experiment(name, name, (), (), function) for name, function in (("lacking", lacking), ("found", found))
     }
-    monkeypatch.setattr(outcome, "EXPERIMENTS", made)
+    monkeypatch.setattr(paper, "EXPERIMENTS", made)
     shown = run("all")
     assert shown.exit_code == 0, shown.stderr
     assert "lacking: skipped. no such data: get it" in shown.stdout
@@ -124,11 +147,8 @@ def test_a_broken_file_costs_its_own_experiment_only_and_the_status_says_so(run,
     def found(context: Context, dataset: str) -> Result:
         return Result(tables=())
 
-    made = {
-        name: Experiment(name=name, title=name, where=(), sets=(), run=function)
-        for name, function in (("broken", broken), ("found", found))
-    }
-    monkeypatch.setattr(outcome, "EXPERIMENTS", made)
+    made = {name: Experiment(name, name, (), (), function) for name, function in (("broken", broken), ("found", found))}
+    monkeypatch.setattr(paper, "EXPERIMENTS", made)
     shown = run("all")
     assert shown.exit_code == 1
     assert "broken: skipped. thin.safetensors is not a whole file." in shown.stdout
@@ -137,7 +157,7 @@ def test_a_broken_file_costs_its_own_experiment_only_and_the_status_says_so(run,
 
 
 def test_progress_of_an_unknown_length_is_not_told_at_every_step(capsys):
-    tell = _progress()
+    tell = _print_progress()
     for done in range(1, 500):
         tell("steps", done, 0)
     assert capsys.readouterr().err.splitlines() == ["steps: 1"]

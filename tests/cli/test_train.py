@@ -7,11 +7,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from helpers.stripe_dataset import folder, folder_options
+from helpers.stripe_dataset import folder_options, write_stripes
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -20,7 +21,7 @@ from patchguard.data import datasets
 from patchguard.errors import InputError
 from patchguard.patch import Patch
 from patchguard.storage import zoo
-from patchguard.training import feed, recipes, run
+from patchguard.training import loaders, recipes, run
 from patchguard.training.evaluate import evaluate
 
 LONG = {"epochs": 12, "other_patches": []}
@@ -28,7 +29,7 @@ LONG = {"epochs": 12, "other_patches": []}
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder(tmp_path_factory.mktemp("pictures"))
+    return write_stripes(tmp_path_factory.mktemp("pictures"))
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +60,7 @@ def test_the_command_trains_saves_and_measures_the_saved_file(data: Path, tmp_pa
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary == json.loads(shown.stdout)
     assert shown.stderr.count("epoch ") >= 4
-    assert [entry["count"] for entry in summary["test"]] == [40, 40]
+    assert [entry["total"] for entry in summary["test"]] == [40, 40]
     assert [entry["patch"]["height"] for entry in summary["held_out"]] == [2, 1]
     assert summary["test"][0]["clean"] > 0.7
     guard = zoo.load(tmp_path / "tiny.safetensors")
@@ -68,7 +69,7 @@ def test_the_command_trains_saves_and_measures_the_saved_file(data: Path, tmp_pa
     held_out = datasets.hold_out(splits.train, 60)[1]
     assert evaluate(guard, held_out, Patch(2)).to_json() == summary["held_out"][0]
     recipe = zoo.inspect(tmp_path / "tiny.safetensors")["recipe"]
-    assert (recipe["batch_size"], recipe["epochs"]) == (32, 4)
+    assert (recipe["optimizer"]["batch_size"], recipe["schedule"]["epochs"]) == (32, 4)
     assert summary["recipe"] == recipe
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
@@ -85,6 +86,7 @@ def test_recipes_are_listed_with_one_line_each() -> None:
         (["--set", "dataset=cifar10"], "data_batch_1.bin is not in"),
         (["--epochs", "some"], "whole number of at least 1, or auto"),
         (["--set", "epochs"], "KEY=VALUE"),
+        (["--set", "schedule.epoch=3"], "no setting 'schedule.epoch'. Did you mean 'epochs'"),
         (["--recipe", "tiniest"], "tiny"),
         (["--recipe", ""], "--recipe.*must be given"),
         (["--compile", "fast"], "compile.*max-autotune"),
@@ -106,9 +108,10 @@ def started(data: Path, out: Path) -> subprocess.Popen[str]:
     """Start training in another process, with a checkpoint after every epoch."""
     code = (
         "import sys, functools\n"
+        "from patchguard.cli import app\n"
         "from patchguard.training import run\n"
         "run.Options = functools.partial(run.Options, checkpoint_seconds=0.0)\n"
-        "run.main(sys.argv[1:])\n"
+        "app(['train', *sys.argv[1:]])\n"
     )
     options = folder_options(data, out, **LONG)
     command = [sys.executable, "-c", code, *options]
@@ -122,6 +125,7 @@ def wait_for_epoch(process: subprocess.Popen[str], out: Path, epoch: int) -> Non
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_stopped_ends_bit_by_bit_like_one_that_was_not(data: Path, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     process = started(data, whole)
@@ -137,7 +141,7 @@ def test_a_run_that_is_killed_and_stopped_ends_bit_by_bit_like_one_that_was_not(
     wait_for_epoch(stopped, parts, 8)
     stopped.send_signal(signal.SIGINT)
     said = stopped.communicate()[1]
-    assert (stopped.returncode, said.count("the same command goes on")) == (130, 1), said
+    assert (stopped.returncode, said.count("the same command resumes")) == (130, 1), said
     assert max(epochs_of(parts)) < 12
     last = started(data, parts)
     assert [each.communicate()[1] is not None and each.returncode for each in (process, last)] == [0, 0]
@@ -151,27 +155,45 @@ def test_a_run_that_is_killed_and_stopped_ends_bit_by_bit_like_one_that_was_not(
     assert not list(parts.glob(".*"))
 
 
+@pytest.mark.parametrize(("times", "message"), [(1, "this epoch, which is saved"), (2, "the last checkpoint")])
+def test_ctrl_c_stops_after_the_epoch_and_twice_at_once(
+    times: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(options: run.Options, *, should_stop: Callable[[], bool], **_: object) -> None:
+        assert not should_stop()
+        for _number in range(times):
+            signal.raise_signal(signal.SIGINT)
+        assert should_stop()
+
+    monkeypatch.setattr(run, "train", train)
+    before = signal.getsignal(signal.SIGINT)
+    shown = CliRunner().invoke(app, ["train", *folder_options(tmp_path, tmp_path / "out")])
+    assert shown.exit_code == 130
+    assert f"the same command resumes after {message}" in shown.stderr
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 # -- photos ------------------------------------------------------------------------------------------------------------
 
 
 def test_images_that_do_not_fit_into_memory_are_streamed(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feed, "MEMORY_SHARE", 0.0)
-    monkeypatch.setattr(feed.Streamed, "workers", 0, raising=False)
-    shown = CliRunner().invoke(app, ["train", *folder_options(data, tmp_path), "--epochs", "4"])
+    monkeypatch.setattr(loaders, "MEMORY_FRACTION", 0.0)
+    monkeypatch.setattr(loaders.StreamingLoader, "workers", 0, raising=False)
+    shown = CliRunner().invoke(app, ["train", *folder_options(data, tmp_path), "--epochs", "2"])
     assert shown.exit_code == 0, shown.output
     assert "decoded anew in every epoch" in shown.stderr
     summary = json.loads(shown.stdout)
-    assert summary["learned_from"] == 160
-    assert summary["held_out"][0]["clean"] > 0.7
+    assert summary["train_images"] == 160
+    assert summary["held_out"][0]["total"] == 60
 
 
-def test_a_limit_takes_images_of_all_classes_and_a_share_is_held_out(data: Path, tmp_path: Path) -> None:
-    recipe = recipes.tiny().changed({"dataset": "folder", "image_side": 16, "held_out": 0.1})
+def test_a_limit_takes_images_of_all_classes_and_a_fraction_is_held_out(data: Path, tmp_path: Path) -> None:
+    recipe = recipes.tiny().override({"dataset": "folder", "image_size": 16, "held_out": 0.1})
     options = run.Options(recipe=recipe, data=data, out=tmp_path, limit=50)
-    learned, held_out, test = run.data_of(options, torch.device("cpu"))
-    assert (len(learned), len(held_out), test) == (45, 5, None)
-    assert set(learned.targets.tolist()) == {0, 1, 2}
+    train_set, held_out, test = run.load_data(options, torch.device("cpu"))
+    assert (len(train_set), len(held_out), test) == (45, 5, None)
+    assert set(train_set.targets.tolist()) == {0, 1, 2}
     with pytest.raises(InputError, match="batch_size"):
         run.train(options)

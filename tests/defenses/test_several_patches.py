@@ -93,7 +93,7 @@ def test_masks_of_two_boxes_withstand_two_windows(kind, tau) -> None:
     defense = kind(masks=as_windows(WIDE, (1, 1), 2), tau=float(tau))
     windows = as_windows(WIDE, (1, 1), 2)
     rule = oracle.double_masking(regions, tau) if kind is DoubleMasking else oracle.masked_agreement(regions, tau)
-    maps = list(oracle.random_maps(generator, 24, 2, 10, -2, 2, lead=(0.0, 1.0)))
+    maps = list(oracle.random_maps(generator, 14, 2, 10, -2, 2, lead=(0.0, 1.0)))
     found = defense.certify(Evidence(low=None, bits=0)(as_tensor(maps, WIDE)), windows)
     held = found.margin > 0
     refuted = 0

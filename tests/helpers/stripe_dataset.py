@@ -1,6 +1,8 @@
 """Pictures that a thin network learns in seconds, in memory and as a folder, and the recipe for it."""
 
+import copy
 import json
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -9,8 +11,15 @@ from PIL import Image
 from patchguard.data.datasets import Dataset
 from patchguard.training.recipe import Recipe
 from patchguard.training.recipes import tiny
+from patchguard.training.trainer import Trainer
 
-SETTINGS = {"batch_size": 32, "held_out": 60, "patch": 2, "model_settings": {"field": 5, "widths": [8, 8]}, "pad": 1}
+SETTINGS = {
+    "patch": 2,
+    "model.settings": {"field": 5, "widths": [8, 8]},
+    "optimizer.batch_size": 32,
+    "augmentation.crop_padding": 1,
+    "evaluation.held_out": 60,
+}
 
 
 def stripes(count: int, seed: int = 0) -> Dataset:
@@ -24,12 +33,12 @@ def stripes(count: int, seed: int = 0) -> Dataset:
     return Dataset(images, targets, ("lying", "standing", "none"))
 
 
-def recipe(**changes: object) -> Recipe:
+def striped_recipe(**changes: object) -> Recipe:
     """Return the small recipe with other settings."""
-    return tiny().changed({**SETTINGS, **changes})
+    return tiny().override(SETTINGS).override(changes)
 
 
-def folder(root: Path, train: int = 220, test: int = 40) -> Path:
+def write_stripes(root: Path, train: int = 220, test: int = 40) -> Path:
     """Write the pictures below `root` as train/<class>/ and val/<class>/."""
     for part, count, seed in (("train", train, 0), ("val", test, 9)):
         data = stripes(count, seed)
@@ -40,9 +49,25 @@ def folder(root: Path, train: int = 220, test: int = 40) -> Path:
     return root
 
 
-def folder_options(data: Path, out: Path, **changes: object) -> list[str]:
+def folder_options(data: Path, out: Path, recipe: str = "tiny", **changes: object) -> list[str]:
     """Return the options of `patchguard train` for the pictures in a folder."""
-    options = ["--recipe", "tiny", "--data", str(data), "--out", str(out), "--device", "cpu"]
-    for key, value in {**SETTINGS, "dataset": "folder", "image_side": 16, **changes}.items():
+    options = ["--recipe", recipe, "--data", str(data), "--out", str(out), "--device", "cpu"]
+    for key, value in {**SETTINGS, "data.dataset": "folder", "data.image_size": 16, **changes}.items():
         options += ["--set", f"{key}={json.dumps(value)}"]
     return options
+
+
+@cache
+def _build_trainer(count: int, settings: str) -> Trainer:
+    return Trainer(striped_recipe(**json.loads(settings)), stripes(count), device=torch.device("cpu"))
+
+
+def striped_trainer(count: int = 64, **settings: object) -> Trainer:
+    """Return a trainer that has learned nothing yet; a copy, since tracing a network takes most of the time."""
+    return copy.deepcopy(_build_trainer(count, json.dumps(settings)))
+
+
+def states_equal(one: Trainer, two: Trainer) -> bool:
+    """Whether two trainers would take the same next step."""
+    mine, theirs = one.state(), two.state()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)

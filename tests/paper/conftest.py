@@ -1,10 +1,10 @@
 """Contexts for the experiments of the paper."""
 
 import pytest
-from helpers.reproduction import put, sample_source, thin_guard
+from helpers.reproduction import sample_source, thin_context, thin_guard
 
+from patchguard.paper.cached_logits import CachedLogits
 from patchguard.paper.context import Context
-from patchguard.storage import zoo
 
 
 @pytest.fixture(scope="session")
@@ -13,20 +13,29 @@ def guard():
 
 
 @pytest.fixture(scope="session")
-def source(guard):
-    return sample_source(guard)
+def source():
+    return sample_source()
 
 
 @pytest.fixture
-def context(tmp_path, monkeypatch, guard, source):
-    """Two thin models, the sample under the name of CIFAR-10, and nothing else."""
-    monkeypatch.setattr(zoo, "checkpoints", list)
-    monkeypatch.setattr(Context, "images", lambda self, dataset: source)
-    made = Context(cache=tmp_path / "cache")
-    put(made, "cifar10_mask_srf", guard)
-    return made
+def own_context(tmp_path, monkeypatch) -> Context:
+    """A context that a test may change: one thin model, the sample as CIFAR-10, an empty cache."""
+    return thin_context(tmp_path / "cache", monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def _shared_context(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        return thin_context(tmp_path_factory.mktemp("reproduce"), patch)
 
 
 @pytest.fixture
-def maps(context):
-    return context.maps("cifar10_mask_srf", "cifar10")
+def context(_shared_context, monkeypatch) -> Context:
+    """The same for tests that only read: what one of them counted is known to the next."""
+    thin_context(_shared_context.cache, monkeypatch)
+    return _shared_context
+
+
+@pytest.fixture
+def logits(context) -> CachedLogits:
+    return context.logits("cifar10_mask_srf", "cifar10")

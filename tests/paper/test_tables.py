@@ -6,31 +6,31 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from helpers.reproduction import IMAGES, pixels, put
+from helpers.reproduction import IMAGES, pixels, random_logits, save_model
 
 from patchguard.defenses import ClippedSum, DoubleMasking, RobustMasking, Undefended
 from patchguard.defenses.evidence import Evidence
 from patchguard.geometry.windows import Windows
 from patchguard.guards.interval import IntervalGuard
 from patchguard.models import build
-from patchguard.paper import EXPERIMENTS, large_patches, main_table, mask_sizes, masking_tables, published, undefended
+from patchguard.paper import EXPERIMENTS, clean_accuracy, main_table, masking_tables, published
 from patchguard.paper import thresholds as detection
-from patchguard.paper.experiment import Row, Table, percent, written
-from patchguard.paper.maps import Maps
-from patchguard.paper.outcome import png
-from patchguard.paper.tally import LOGITS, SIGNED, count, masking
+from patchguard.paper.cached_logits import CachedLogits
+from patchguard.paper.counting import count
+from patchguard.paper.experiment import Row, Table, format_value, to_percent, to_png
+from patchguard.paper.fast_certificates import LOGITS, SIGNED, masking
 from patchguard.patch import Patch
 
 CPU = torch.device("cpu")
 
 
 def direct(guard, source, patch, evidence, defense, top_k=1):
-    """Right labels, and those of them that are proved, through the Guard's own verbs."""
+    """Correct labels, and those of them that are certified, through the Guard's own verbs."""
     images, targets = pixels(source), torch.tensor(source.targets)
     fitted = replace(guard, evidence=evidence, defense=defense).for_patch(patch, 32, 32)
     proof = fitted.certify(images, patch)
-    right = proof.label == targets
-    return int(right.sum()), int((right & proof.certified).sum())
+    correct = proof.label == targets
+    return int(correct.sum()), int((correct & proof.certified).sum())
 
 
 def row(result, label, table=None) -> Row:
@@ -40,7 +40,7 @@ def row(result, label, table=None) -> Row:
 
 
 def counts(values) -> list[int]:
-    return [value["right"] for value in values]
+    return [value.correct for value in values]
 
 
 ANY = Windows.sliding(grid=(1, 1), size=(1, 1))
@@ -63,30 +63,29 @@ def test_rows_of_the_main_table_are_those_of_the_guard(context, guard, source):
     assert len(set(seen)) > 1
 
 
-def test_interval_bounds_are_measured_where_they_are_trained_and_say_the_command_elsewhere(context, source):
+def test_interval_bounds_are_measured_where_they_are_trained_and_say_the_command_elsewhere(own_context, source):
     settings = {"classes": 10, "side": 32, "widths": [4], "kernels": [4], "strides": [4]}
     model = build("interval_cnn", **settings).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.mul_(0.1)
     model.fc.bias.copy_(torch.linspace(0.0, 0.01, 10))  # the last class nearly everywhere, sometimes by a hair
-    put(context, "cifar10_ibp_5", IntervalGuard(model))
-    found = row(main_table.run(context, "cifar10"), "IBP")
+    save_model(own_context, "cifar10_ibp_5", IntervalGuard(model))
+    (found,) = main_table.interval_rows(own_context, "cifar10")
     proof = IntervalGuard(model).certify(pixels(source), Patch(5))
-    right = proof.label == torch.tensor(source.targets)
+    correct = proof.label == torch.tensor(source.targets)
     assert found.ours[:2] == (None, None)
     assert "patchguard train --recipe cifar10_ibp_2" in found.note
-    assert counts(found.ours[2:]) == [int(right.sum()), int((right & proof.certified).sum())]
+    assert counts(found.ours[2:]) == [int(correct.sum()), int((correct & proof.certified).sum())]
     assert found.published == published.MAIN["cifar10"]["IBP"]
 
 
 def test_interval_bounds_of_photos_are_infeasible_as_in_the_paper(context):
     for dataset in ("imagenette", "imagenet"):
-        columns = 2 * len(main_table.sizes(dataset))
-        (found,) = main_table.interval_rows(context, dataset, columns)
+        (found,) = main_table.interval_rows(context, dataset)
         assert (found.label, found.ours, found.published) == ("IBP", (None,) * 6, published.MAIN[dataset]["IBP"])
         assert "infeasible" in found.note
-    assert list(main_table.sizes("cifar10").values()) == [Patch(2), Patch(5)]
-    assert list(main_table.sizes("imagenet", 299).values()) == [Patch(30), Patch(42), Patch(52)]
+    assert list(main_table.table_patches("cifar10").values()) == [Patch(2), Patch(5)]
+    assert list(main_table.table_patches("imagenet", 299).values()) == [Patch(30), Patch(42), Patch(52)]
 
 
 def test_a_row_without_its_model_is_not_run_and_says_the_command(context):
@@ -99,7 +98,7 @@ def test_a_row_without_its_model_is_not_run_and_says_the_command(context):
         assert "patchguard train --recipe " in found.note
 
 
-def test_every_table_from_maps_runs_and_has_the_papers_rows(context):
+def test_every_table_from_logits_runs_and_has_the_papers_rows(context):
     for name in ("vanilla", "clipping", "features", "training", "fields"):
         result = EXPERIMENTS[name].run(context, "cifar10")
         labels = {each.where for each in result.tables if each.where}
@@ -111,11 +110,11 @@ def test_every_table_from_maps_runs_and_has_the_papers_rows(context):
 
 
 def test_clipping_is_the_undefended_guard(context, guard, source):
-    found = row(undefended.clipping(context, "cifar10"), "Mask-Srf-7, for BagNet-17")
+    found = row(clean_accuracy.clipping(context, "cifar10"), "Mask-Srf-7, for BagNet-17")
     images, targets = pixels(source), torch.tensor(source.targets)
-    for value, (low, high) in zip(found.ours, undefended.CLIPS, strict=True):
+    for value, (low, high) in zip(found.ours, clean_accuracy.CLIPS, strict=True):
         plain = replace(guard, evidence=Evidence(low=low, high=high), defense=Undefended())
-        assert value["right"] == int((plain.predict(images).label == targets).sum())
+        assert value.correct == int((plain.predict(images).label == targets).sum())
     assert found.published == published.CLIPPINGS["cifar10"]["BagNet-17"]
 
 
@@ -138,57 +137,47 @@ def test_shapes_are_height_by_width(context, guard, source):
         assert counts(found.ours) == list(direct(guard, source, patch, LOGITS, RobustMasking(masks=ANY)))
 
 
-def test_top_k_grows_with_k_and_is_what_the_defense_says(context, maps):
+def test_top_k_grows_with_k_and_is_what_the_defense_says(context, logits):
     result = masking_tables.top_k(context, "cifar10")
     found = [row(result, f"Top-{k}", "Top k of Mask-Srf-7 on CIFAR-10") for k in range(1, 6)]
     robust = [counts(each.ours)[3] for each in found]
     assert robust == sorted(robust)
     assert robust[0] < robust[-1]
-    windows = maps.windows(Patch(5))
-    evidence = LOGITS(torch.from_numpy(np.array(maps.local_logits)).float())
+    windows = logits.windows(Patch(5))
+    evidence = LOGITS(torch.from_numpy(np.array(logits.local_logits)).float())
     defense = RobustMasking(masks=windows)
-    third = defense.certify(evidence, windows, maps.targets, 3)
+    third = defense.certify(evidence, windows, logits.targets, 3)
     assert robust[2] == int(third.certified.sum())
     order = defense.predict(evidence).scores.sort(dim=1, descending=True, stable=True).indices
-    assert counts(found[2].ours)[2] == int((order[:, :3] == maps.targets.unsqueeze(1)).any(1).sum())
+    assert counts(found[2].ours)[2] == int((order[:, :3] == logits.targets.unsqueeze(1)).any(1).sum())
 
 
-# -- maps without a network --------------------------------------------------------------------------------------------
+# -- logits without a network ------------------------------------------------------------------------------------------
 
 
-def made_maps(guard, grid=(7, 7), count=60, seed=0, spread=1.0) -> Maps:
-    """Random maps whose true class is a little ahead, by an amount that differs from image to image."""
+def leading_logits(guard, grid=(7, 7), count=60, seed=0, spread=1.0) -> CachedLogits:
+    """Random logits whose true class is a little ahead, by an amount that differs from image to image."""
     generator = torch.Generator().manual_seed(seed)
     targets = torch.randint(0, 4, (count,), generator=generator)
     logits = spread * torch.rand(count, 4, *grid, generator=generator) ** 4
     logits[torch.arange(count), targets] += torch.linspace(0, 1.2, count).view(-1, 1, 1)
-    return Maps(
-        model="made",
-        dataset="cifar10",
-        guard=guard,
-        size=(32, 32),
-        local_logits=logits.half().numpy(),
-        targets=targets,
-        sample_places=(0,),
-        sample_logits=logits[:1].numpy(),
-        about={},
-    )
+    return random_logits(guard, logits, targets)
 
 
 @pytest.mark.parametrize("side", [2, 3])
 def test_thresholds_are_what_the_defense_proves(guard, side):
-    maps = made_maps(guard)
+    logits = leading_logits(guard)
     windows = Windows.sliding(grid=(7, 7), size=(side, side))
-    evidence = LOGITS(torch.from_numpy(maps.local_logits).float())
-    proved = []
-    for threshold, tally in zip(detection.THRESHOLDS, detection.tallies(maps, windows, CPU), strict=True):
+    evidence = LOGITS(torch.from_numpy(logits.local_logits).float())
+    certified = []
+    for threshold, counts in detection.count_thresholds(logits, windows, CPU).items():
         defense = RobustMasking(masks=windows, threshold=threshold)
         certificate = defense.certify(evidence, windows)
-        right = certificate.label == maps.targets
-        assert tally[:2] == (int(right.sum()), int((right & certificate.certified).sum()))
-        proved.append(tally[1])
-    assert proved[0] > proved[2] > 0
-    assert proved[-1] == 0
+        correct = certificate.label == logits.targets
+        assert counts[:2] == (int(correct.sum()), int((correct & certificate.certified).sum()))
+        certified.append(counts[1])
+    assert certified[0] > certified[2] > 0
+    assert certified[-1] == 0
 
 
 @pytest.mark.parametrize(
@@ -202,54 +191,53 @@ def test_thresholds_are_what_the_defense_proves(guard, side):
 )
 @pytest.mark.parametrize("size", [1.0, 100.0])  # 100: a threshold may be out of an attack's reach
 def test_bounds_prove_what_the_defense_certifies(guard, windows, size):
-    maps = made_maps(guard, count=120, spread=1.5)
-    evidence = LOGITS(size * torch.from_numpy(maps.local_logits).float())
-    bounds = detection.Bounds.of(evidence, windows, maps.targets)
+    logits = leading_logits(guard, count=120, spread=1.5)
+    evidence = LOGITS(size * torch.from_numpy(logits.local_logits).float())
+    bounds = detection.Bounds.of(evidence, windows, logits.targets)
     for threshold in detection.THRESHOLDS:
         proof = RobustMasking(masks=windows, threshold=threshold).certify(evidence, windows)
-        right = proof.label == maps.targets
-        assert torch.equal(bounds.proved(threshold, right), right & proof.certified)
+        correct = proof.label == logits.targets
+        assert torch.equal(bounds.certified(threshold, correct), correct & proof.certified)
 
 
 def test_bounds_hold_where_a_rival_has_all_its_evidence_in_one_place(guard):
     generator = torch.Generator().manual_seed(0)
-    maps, windows = made_maps(guard, count=400), Windows.sliding(grid=(7, 7), size=(2, 2))
+    windows, targets = Windows.sliding(grid=(7, 7), size=(2, 2)), torch.randint(0, 3, (400,), generator=generator)
     logits = 0.4 * torch.rand(400, 4, 7, 7, generator=generator)
     logits[:, 3, 2:4, 2:4] += 3 * torch.rand(400, 1, 1, generator=generator)
-    targets = maps.targets % 3
     logits[torch.arange(400), targets] += 0.6 * torch.rand(400, 1, 1, generator=generator)
     evidence = LOGITS(logits)
     bounds = detection.Bounds.of(evidence, windows, targets)
     for threshold in detection.THRESHOLDS:
         proof = RobustMasking(masks=windows, threshold=threshold).certify(evidence, windows)
-        right = proof.label == targets
-        assert torch.equal(bounds.proved(threshold, right), right & proof.certified)
+        correct = proof.label == targets
+        assert torch.equal(bounds.certified(threshold, correct), correct & proof.certified)
 
 
 def test_only_windows_that_quick_bounds_leave_open_are_searched(guard, monkeypatch):
-    maps, windows = made_maps(guard), Windows.sliding(grid=(7, 7), size=(2, 2))
-    bounds = detection.Bounds.of(LOGITS(torch.from_numpy(maps.local_logits).float()), windows, maps.targets)
+    logits, windows = leading_logits(guard), Windows.sliding(grid=(7, 7), size=(2, 2))
+    bounds = detection.Bounds.of(LOGITS(torch.from_numpy(logits.local_logits).float()), windows, logits.targets)
     searched = []
 
-    def shared(values, windows, region):
+    def intersect(values, windows, region):
         searched.append(len(values))
         return slow(values, windows, region)
 
-    slow = detection.shared
-    monkeypatch.setattr(detection, "shared", shared)
-    bounds.proved(Fraction(2, 5), torch.ones(60, dtype=torch.bool))
+    slow = detection.intersect
+    monkeypatch.setattr(detection, "intersect", intersect)
+    bounds.certified(Fraction(2, 5), torch.ones(60, dtype=torch.bool))
     assert 0 < sum(searched) < 60 * windows.regions
 
 
 def test_the_published_bound_is_algorithm_2_as_printed(guard):
-    maps = made_maps(guard, grid=(4, 4), count=20)
+    logits = leading_logits(guard, grid=(4, 4), count=20)
     windows = Windows.sliding(grid=(4, 4), size=(2, 2))
-    evidence = LOGITS(torch.from_numpy(maps.local_logits).float())
-    bounds = detection.Bounds.of(evidence, windows, maps.targets)
+    evidence = LOGITS(torch.from_numpy(logits.local_logits).float())
+    bounds = detection.Bounds.of(evidence, windows, logits.targets)
     for threshold in detection.THRESHOLDS[:-1]:
         assert bounds.published(threshold).tolist() == [
             _algorithm_2(values, int(target), windows, threshold)
-            for values, target in zip(evidence.values, maps.targets, strict=True)
+            for values, target in zip(evidence.values, logits.targets, strict=True)
         ]
     assert 0 < int(bounds.published(Fraction(0)).sum()) < 20
 
@@ -271,48 +259,48 @@ def test_detections_are_counted_in_the_predicted_class(guard):
     logits = torch.zeros(1, 4, 7, 7)
     logits[0, 1] = 1.0  # even: no window of 2 x 2 holds more than 4 of 49
     logits[0, 2, 0, 0] = 5.0  # all in one cell
-    maps = replace(made_maps(guard, count=1), local_logits=logits.half().numpy(), targets=torch.tensor([1]))
+    logits = replace(leading_logits(guard, count=1), local_logits=logits.half().numpy(), targets=torch.tensor([1]))
     windows = Windows.sliding(grid=(7, 7), size=(2, 2))
-    found = detection.tallies(maps, windows, CPU)
-    assert [tally[2] for tally in found] == [1, 0, 0, 0, 0, 0]
-    assert [tally[3] for tally in found] == [1, 1, 1, 1, 1, 0]
+    found = detection.count_thresholds(logits, windows, CPU).values()
+    assert [counts[2] for counts in found] == [1, 0, 0, 0, 0, 0]
+    assert [counts[3] for counts in found] == [1, 1, 1, 1, 1, 0]
 
 
 def test_feature_masking_is_what_loops_count(guard):
-    maps = made_maps(guard, grid=(9, 9), count=30)
-    found = undefended.invariance(maps, CPU)
-    logits = torch.from_numpy(maps.local_logits).double()
-    plain = logits.sum((2, 3)).argmax(1)
+    logits = leading_logits(guard, grid=(9, 9), count=30)
+    found = clean_accuracy.measure_invariance(logits, CPU)
+    values = torch.from_numpy(logits.local_logits).double()
+    plain = values.sum((2, 3)).argmax(1)
     for place, side in ((1, 2), (4, 8)):
-        right, wrong_images, changed, pairs = 0, 0, 0, 0
-        for image, target, before in zip(logits, maps.targets, plain, strict=True):
+        correct, wrong_images, changed, pairs = 0, 0, 0, 0
+        for image, target, before in zip(values, logits.targets, plain, strict=True):
             labels = []
             for top in range(9 - side + 1):
                 for left in range(9 - side + 1):
                     kept = image.clone()
                     kept[:, top : top + side, left : left + side] = 0
                     labels.append(int(kept.sum((1, 2)).argmax()))
-            right += sum(label == int(target) for label in labels)
+            correct += sum(label == int(target) for label in labels)
             wrong_images += any(label != int(target) for label in labels)
             changed += sum(label != int(before) for label in labels)
             pairs += len(labels)
-        assert found["Masked accuracy"][place] == pytest.approx(100 * right / pairs)
-        assert found["% images"][place]["right"] == wrong_images
+        assert found["Masked accuracy"][place] == pytest.approx(100 * correct / pairs)
+        assert found["% images"][place].correct == wrong_images
         assert found["% windows per image"][place] == pytest.approx(100 * changed / pairs)
     assert found["% windows per image"][4] > 0
     assert found["% windows per image"][0] == 0
 
 
-def test_larger_masks_certify_what_the_defense_says_and_lemma_1_less(context, maps):
-    result = mask_sizes.run(context, "cifar10")
+def test_larger_masks_certify_what_the_defense_says_and_lemma_1_less(context, logits):
+    result = masking_tables.mask_sizes(context, "cifar10")
     grid, bounds = (result.tables[place] for place in (2, 3))
     assert "Mask-Srf-7" in grid.title
     largest = next(each for each in grid.rows if each.label == "6.2 %")
-    masks = maps.windows(Patch(8))
-    evidence = LOGITS(torch.from_numpy(np.array(maps.local_logits)).float())
+    masks = logits.windows(Patch(8))
+    evidence = LOGITS(torch.from_numpy(np.array(logits.local_logits)).float())
     for value, side in zip(largest.ours[1:], (2, 5, 8), strict=True):
-        proof = RobustMasking(masks=masks).certify(evidence, maps.windows(Patch(side)), maps.targets)
-        assert value["right"] == int(proof.certified.sum())
+        proof = RobustMasking(masks=masks).certify(evidence, logits.windows(Patch(side)), logits.targets)
+        assert value.correct == int(proof.certified.sum())
     lemma, tighter = (counts(each.ours) for each in bounds.rows)
     assert lemma == [lemma[0]] * 3
     assert lemma[0] == tighter[-1] < tighter[0]
@@ -321,39 +309,39 @@ def test_larger_masks_certify_what_the_defense_says_and_lemma_1_less(context, ma
 
 
 def test_counting_does_not_depend_on_batches(guard, monkeypatch):
-    maps = made_maps(guard)
-    questions = {"a": masking(Windows.sliding(grid=(7, 7), size=(2, 2)))}
-    whole = count(maps, questions, CPU)
-    monkeypatch.setattr("patchguard.paper.maps.ELEMENTS", {"cpu": 7 * 4 * 49, "cuda": 1})
+    logits = leading_logits(guard)
+    queries = {"a": masking(Windows.sliding(grid=(7, 7), size=(2, 2)))}
+    whole = count(logits, queries, CPU)
+    monkeypatch.setattr("patchguard.paper.cached_logits.ELEMENTS", {"cpu": 7 * 4 * 49, "cuda": 1})
     threads = torch.get_num_threads()
-    assert count(replace(maps), questions, CPU) == whole
+    assert count(replace(logits), queries, CPU) == whole
     assert torch.get_num_threads() == threads
 
 
-def test_a_question_is_counted_once(guard, monkeypatch):
-    maps, windows = made_maps(guard), Windows.sliding(grid=(7, 7), size=(2, 2))
-    first = count(maps, {"a": masking(windows)}, CPU)["a"]
-    monkeypatch.setattr(Maps, "batches", lambda self, device: pytest.fail("counted again"))
-    assert count(maps, {"b": masking(windows)}, CPU)["b"] == first
+def test_a_query_is_counted_once(guard, monkeypatch):
+    logits, windows = leading_logits(guard), Windows.sliding(grid=(7, 7), size=(2, 2))
+    first = count(logits, {"a": masking(windows)}, CPU)["a"]
+    monkeypatch.setattr(CachedLogits, "batches", lambda self, device: pytest.fail("counted again"))
+    assert count(logits, {"b": masking(windows)}, CPU)["b"] == first
     monkeypatch.undo()
-    other = replace(maps, targets=(maps.targets + 1) % 4)
+    other = replace(logits, targets=(logits.targets + 1) % 4)
     assert count(other, {"a": masking(windows)}, CPU)["a"] != first
 
 
 def test_large_patches_are_drawn(context, monkeypatch):
-    monkeypatch.setitem(large_patches.SIDES, "cifar10", (2, 14, 28))
-    result = large_patches.run(context, "cifar10")
-    robust = [percent(each.ours[1]) for each in result.tables[1].rows]
+    monkeypatch.setitem(masking_tables.SIDES, "cifar10", (2, 14, 28))
+    result = masking_tables.large_patches(context, "cifar10")
+    robust = [to_percent(each.ours[1]) for each in result.tables[1].rows]
     assert robust[0] > robust[1] >= robust[2] == 0
     assert list(result.figures) == ["large_patches-mask-srf-7"]
-    assert png(result.figures["large_patches-mask-srf-7"]).startswith(b"\x89PNG")
+    assert to_png(result.figures["large_patches-mask-srf-7"]).startswith(b"\x89PNG")
 
 
 # -- shapes ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_table_refuses_rows_of_another_length():
-    with pytest.raises(ValueError, match="has 1 numbers ours for 2 columns"):
+    with pytest.raises(ValueError, match="has 1 values of ours and 0 published ones for 2 columns"):
         Table(title="t", where="", columns=("a", "b"), rows=(Row(label="r", ours=(1.0,)),))
 
 
@@ -362,4 +350,4 @@ def test_a_table_refuses_rows_of_another_length():
     [(None, "-"), ("words", "words"), (0.0, "0.0"), (0.05, "0.050"), (12.34, "12.3"), (100.0, "100.0")],
 )
 def test_values_are_written_as_the_paper_does(value, text):
-    assert written(value) == text
+    assert format_value(value) == text

@@ -36,6 +36,7 @@ from patchguard.models import build
 from patchguard.patch import Patch
 from patchguard.storage import presets, zoo
 from patchguard.storage.presets import PRESETS
+from patchguard.storage.published_models import CHECKPOINTS
 
 MASKS = Windows.sliding(grid=(1, 7), size=(1, 3), wrap=(False, True), count=2)
 DEFENSES = [
@@ -251,11 +252,11 @@ def elsewhere(tmp_path, monkeypatch):
     """A working directory, with a folder of models for PATCHGUARD_ZOO below it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    monkeypatch.setenv(zoo.FOLDER, str(tmp_path / "mine"))
+    monkeypatch.setenv("PATCHGUARD_ZOO", str(tmp_path / "mine"))
     return tmp_path
 
 
-EMBEDDED = zoo.CHECKPOINTS / "cifar10.safetensors"
+EMBEDDED = CHECKPOINTS / "cifar10.safetensors"
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])

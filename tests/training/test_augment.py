@@ -1,23 +1,23 @@
 import torch
 
-from patchguard.training.augment import Draws, augmented, mixed, quarter, recoloured, resized_crop
+from patchguard.training.augment import BatchRandom, augment, color_jitter, crop_quarter, mixup, random_resized_crop
 
 IMAGES = torch.randint(0, 256, (40, 3, 8, 9), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-def draws(seed: int = 1, batch: int = len(IMAGES), part: slice = slice(None)) -> Draws:
-    return Draws(torch.Generator().manual_seed(seed), batch, part)
+def draws(seed: int = 1, batch: int = len(IMAGES), part: slice = slice(None)) -> BatchRandom:
+    return BatchRandom(torch.Generator().manual_seed(seed), batch, part)
 
 
 def test_without_settings_only_the_scale_changes() -> None:
-    assert torch.equal(augmented(IMAGES, draws()), IMAGES.float() / 255)
+    assert torch.equal(augment(IMAGES, draws()), IMAGES.float() / 255)
 
 
 def test_each_result_is_a_crop_of_the_reflected_image_or_of_its_mirror() -> None:
     pixels = IMAGES.float() / 255
     padded = torch.nn.functional.pad(pixels, (2, 2, 2, 2), mode="reflect")
     shifts: set[tuple[int, int, bool]] = set()
-    for number, found in enumerate(augmented(IMAGES, draws(), pad=2, flip=True)):
+    for number, found in enumerate(augment(IMAGES, draws(), padding=2, flip=True)):
         matches = [
             (top, left, mirrored)
             for top in range(5)
@@ -30,9 +30,9 @@ def test_each_result_is_a_crop_of_the_reflected_image_or_of_its_mirror() -> None
     assert len(shifts) > 15
 
 
-def test_a_hole_is_grey_and_at_most_as_large_as_asked() -> None:
+def test_cutout_is_gray_and_at_most_as_large_as_asked() -> None:
     pixels = IMAGES.float() / 255
-    found = augmented(IMAGES, draws(), cutout=3)
+    found = augment(IMAGES, draws(), cutout=3)
     changed = (found != pixels).any(1)
     assert (found == 0.5).all(1)[changed].all()
     assert changed.any(2).sum(1).max() == 3
@@ -41,16 +41,16 @@ def test_a_hole_is_grey_and_at_most_as_large_as_asked() -> None:
 
 
 def test_the_same_seed_draws_the_same() -> None:
-    one, two, other = (augmented(IMAGES, draws(seed), pad=2, flip=True, cutout=3) for seed in (1, 1, 2))
+    one, two, other = (augment(IMAGES, draws(seed), padding=2, flip=True, cutout=3) for seed in (1, 1, 2))
     assert torch.equal(one, two)
     assert not torch.equal(one, other)
 
 
 def test_a_crop_of_the_whole_area_is_the_image_and_a_smaller_one_is_a_part_of_it() -> None:
     ramp = torch.arange(64, dtype=torch.uint8).view(1, 1, 1, 64).expand(5, 3, 64, 64)
-    whole = resized_crop(ramp, draws(1, len(ramp)), area=(1.0, 1.0), ratio=1.0)
+    whole = random_resized_crop(ramp, draws(1, len(ramp)), scale=(1.0, 1.0), ratio=1.0)
     torch.testing.assert_close(whole, ramp / 255, atol=1e-5, rtol=0)
-    part = 255 * resized_crop(ramp, draws(1, len(ramp)), area=(0.25, 0.25), ratio=1.0)
+    part = 255 * random_resized_crop(ramp, draws(1, len(ramp)), scale=(0.25, 0.25), ratio=1.0)
     widths = part[:, 0, 0, 63] - part[:, 0, 0, 0]
     torch.testing.assert_close(widths, torch.full((5,), 31.5), atol=0.6, rtol=0)  # half of the side
     assert len({round(float(start)) for start in part[:, 0, 0, 0]}) > 1
@@ -60,47 +60,47 @@ def test_a_quarter_is_a_part_of_all_images_at_one_place_of_many() -> None:
     pixels = torch.arange(2 * 3 * 8 * 9).view(2, 3, 8, 9).float()
     places = set()
     for seed in range(60):
-        part = quarter(pixels, seed)
+        part = crop_quarter(pixels, seed)
         top, left = divmod(int(part[0, 0, 0, 0]), 9)
         assert torch.equal(part, pixels[..., top : top + 4, left : left + 4])
-        assert torch.equal(part, quarter(pixels, seed))
+        assert torch.equal(part, crop_quarter(pixels, seed))
         places.add((top, left))
     assert {top for top, _ in places} == set(range(5))
     assert {left for _, left in places} == set(range(6))
 
 
-def test_mirrored_crops_are_about_half() -> None:
+def test_flipped_crops_are_about_half() -> None:
     ramp = torch.arange(64, dtype=torch.uint8).view(1, 1, 1, 64).expand(200, 3, 64, 64)
-    crops = resized_crop(ramp, draws(2, len(ramp)), area=(0.3, 1.0), flip=True)
+    crops = random_resized_crop(ramp, draws(2, len(ramp)), scale=(0.3, 1.0), flip=True)
     mirrored = (crops[:, 0, 0, 0] > crops[:, 0, 0, 63]).sum()
     assert 70 < mirrored < 130
 
 
-def test_colours_move_within_their_limits_and_differ_between_images() -> None:
+def test_colors_move_within_their_limits_and_differ_between_images() -> None:
     pixels = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(3)).expand(50, 3, 8, 8)
-    moved = recoloured(pixels, draws(4, len(pixels)), 0.4)
+    moved = color_jitter(pixels, draws(4, len(pixels)), 0.4)
     assert 0 <= moved.min() <= moved.max() <= 1
     shift = (moved.mean((1, 2, 3)) - pixels.mean((1, 2, 3))).abs()
     assert 0.05 < shift.max() <= 0.2 + 1e-3
     assert shift.unique().numel() > 40
-    torch.testing.assert_close(recoloured(pixels, draws(4, len(pixels)), 0.0), pixels)
+    torch.testing.assert_close(color_jitter(pixels, draws(4, len(pixels)), 0.0), pixels)
 
 
 def test_parts_of_a_batch_get_what_the_whole_batch_gets() -> None:
     parts = (slice(0, 20), slice(20, 40))
-    settings = {"pad": 2, "flip": True, "cutout": 3}
-    whole = augmented(IMAGES, draws(), **settings)
-    assert torch.equal(torch.cat([augmented(IMAGES[part], draws(part=part), **settings) for part in parts]), whole)
-    crops = resized_crop(IMAGES, draws(), area=(0.3, 1.0), flip=True)
-    found = [resized_crop(IMAGES[part], draws(part=part), area=(0.3, 1.0), flip=True) for part in parts]
+    settings = {"padding": 2, "flip": True, "cutout": 3}
+    whole = augment(IMAGES, draws(), **settings)
+    assert torch.equal(torch.cat([augment(IMAGES[part], draws(part=part), **settings) for part in parts]), whole)
+    crops = random_resized_crop(IMAGES, draws(), scale=(0.3, 1.0), flip=True)
+    found = [random_resized_crop(IMAGES[part], draws(part=part), scale=(0.3, 1.0), flip=True) for part in parts]
     torch.testing.assert_close(torch.cat(found), crops)
-    found = [recoloured(crops[part], draws(part=part), 0.4) for part in parts]
-    torch.testing.assert_close(torch.cat(found), recoloured(crops, draws(), 0.4))
+    found = [color_jitter(crops[part], draws(part=part), 0.4) for part in parts]
+    torch.testing.assert_close(torch.cat(found), color_jitter(crops, draws(), 0.4))
 
 
-def test_another_image_shines_through_in_pixels_and_label_alike() -> None:
+def test_mixup_blends_pixels_and_labels_alike() -> None:
     pixels, target = IMAGES.float() / 255, torch.arange(len(IMAGES)) % 7
-    found, labels = mixed(pixels, target, draws(), classes=7, most=0.4)
+    found, labels = mixup(pixels, target, draws(), classes=7, strength=0.4)
     other = torch.nn.functional.one_hot(target.flip(0), 7).float()
     own = torch.nn.functional.one_hot(target, 7).float()
     apart = target != target.flip(0)

@@ -14,7 +14,7 @@ def records(epochs: int = 40) -> list[dict[str, object]]:
                 "epoch": epoch,
                 "loss": 2.3 * math.exp(-2 * done) + (0.4 if done > 0.2 else 0),
                 "train_accuracy": 0.9 - 0.7 * math.exp(-4 * done),
-                "rate": 0.3 * (1 + math.cos(math.pi * done)) / 2,
+                "lr": 0.3 * (1 + math.cos(math.pi * done)) / 2,
                 "mask_step": None if done <= 0.2 else 4 if done <= 0.8 else 2,
             }
         )
@@ -26,7 +26,7 @@ def records(epochs: int = 40) -> list[dict[str, object]]:
 
 def test_the_figure_shows_the_records_and_where_masks_change() -> None:
     given = records()
-    losses, accuracies, rates = curve.figure_of(given, "cifar10").axes
+    losses, accuracies, rates = curve.draw(given, "cifar10").axes
     assert losses.get_title(loc="left") == "cifar10"
     assert list(losses.lines[0].get_ydata()) == [record["loss"] for record in given]
     labels = [text.get_text() for text in accuracies.get_legend().get_texts()]

@@ -95,7 +95,7 @@ LITERAL = {
 def test_a_loss_equals_its_formula_written_out(name: str, masks: Windows) -> None:
     literal, low = LITERAL[name]
     evidence, target = drawn(1, low)
-    found = losses.LOSSES[name](evidence, target, losses.boxes_of(masks), losses.PLAIN)
+    found = losses.LOSSES[name](evidence, target, losses.to_boxes(masks), losses.HARD)
     boxes = [tuple(box) for box in masks.boxes.tolist()]
     maps = evidence.detach()
     expected = [literal(image, int(y), boxes) for image, y in zip(maps, target, strict=True)]
@@ -104,7 +104,7 @@ def test_a_loss_equals_its_formula_written_out(name: str, masks: Windows) -> Non
 
 def test_the_plain_loss_is_the_cross_entropy_of_the_mean() -> None:
     evidence, target = drawn(2)
-    found = losses.plain(evidence, target, losses.boxes_of(MASKS[0]))
+    found = losses.plain(evidence, target, losses.to_boxes(MASKS[0]))
     means = evidence.detach().mean((2, 3)).tolist()
     expected = [cross_entropy(scores, int(y)) for scores, y in zip(means, target, strict=True)]
     assert float(found.detach()) == pytest.approx(sum(expected) / BATCH, abs=1e-6)
@@ -113,14 +113,14 @@ def test_the_plain_loss_is_the_cross_entropy_of_the_mean() -> None:
 @pytest.mark.parametrize("name", ["double_masking", "provable"])
 def test_hidden_cells_get_no_gradient_and_visible_ones_do(name: str) -> None:
     evidence, target = drawn(3)
-    boxes = losses.boxes_of(MASKS[0])
-    losses.LOSSES[name](evidence, target, boxes, losses.PLAIN).backward()
+    boxes = losses.to_boxes(MASKS[0])
+    losses.LOSSES[name](evidence, target, boxes, losses.HARD).backward()
     chosen = (
-        losses.worst_pair(evidence, target, boxes)
+        losses.find_worst_pair(evidence, target, boxes)
         if name == "double_masking"
-        else losses.strongest_window(evidence, target, boxes).unsqueeze(1)
+        else losses.find_strongest_window(evidence, target, boxes).unsqueeze(1)
     )
-    seen = losses.outside(chosen, evidence).squeeze(1)
+    seen = losses.select_outside(chosen, evidence).squeeze(1)
     moved = evidence.grad.abs().sum(1) > 0
     assert torch.equal(moved, seen)
 
@@ -128,13 +128,13 @@ def test_hidden_cells_get_no_gradient_and_visible_ones_do(name: str) -> None:
 @pytest.mark.parametrize("name", losses.LOSSES)
 def test_the_gradient_is_that_of_the_value(name: str) -> None:
     evidence, target = drawn(11, 0.0)
-    boxes = losses.boxes_of(MASKS[0])
-    losses.LOSSES[name](evidence, target, boxes, losses.PLAIN).backward()
+    boxes = losses.to_boxes(MASKS[0])
+    losses.LOSSES[name](evidence, target, boxes, losses.HARD).backward()
     direction = torch.randn(evidence.shape, generator=torch.Generator().manual_seed(5))
     step = 1e-3
 
     def value(change: float) -> float:
-        return float(losses.LOSSES[name](evidence.detach() + change * direction, target, boxes, losses.PLAIN))
+        return float(losses.LOSSES[name](evidence.detach() + change * direction, target, boxes, losses.HARD))
 
     slope = (value(step) - value(-step)) / (2 * step)
     assert slope == pytest.approx(float((evidence.grad * direction).sum()), abs=2e-3)
@@ -142,21 +142,23 @@ def test_the_gradient_is_that_of_the_value(name: str) -> None:
 
 def test_the_worst_pair_does_not_depend_on_how_many_sums_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     evidence, target = drawn(6)
-    boxes = losses.boxes_of(MASKS[0])
-    pair, windows = losses.worst_pair(evidence, target, boxes), losses.worst_window(evidence, target, boxes)
-    claim = losses.wrong_claim(evidence, target, boxes)
+    boxes = losses.to_boxes(MASKS[0])
+    pair, windows = losses.find_worst_pair(evidence, target, boxes), losses.find_worst_window(evidence, target, boxes)
+    claim = losses.find_wrong_claim(evidence, target, boxes)
     monkeypatch.setattr(losses, "ELEMENTS", 7 * BATCH * CLASSES)
-    assert torch.equal(losses.worst_pair(evidence, target, boxes), pair)
-    assert torch.equal(losses.wrong_claim(evidence, target, boxes), claim)
-    assert all(torch.equal(a, b) for a, b in zip(losses.worst_window(evidence, target, boxes), windows, strict=True))
+    assert torch.equal(losses.find_worst_pair(evidence, target, boxes), pair)
+    assert torch.equal(losses.find_wrong_claim(evidence, target, boxes), claim)
+    assert all(
+        torch.equal(a, b) for a, b in zip(losses.find_worst_window(evidence, target, boxes), windows, strict=True)
+    )
 
 
 def test_a_mix_is_the_weighted_sum_on_clipped_evidence_in_float32() -> None:
     local_logits, target = drawn(7)
-    boxes = losses.boxes_of(MASKS[0])
+    boxes = losses.to_boxes(MASKS[0])
     weights = {"plain": 0.25, "robust_masking": 2.0}
-    smooth = losses.Goal(smoothing=0.1)
-    found = losses.mixed(weights, local_logits.bfloat16(), target, boxes, low=0.0, goal=smooth)
+    smooth = losses.CrossEntropy(label_smoothing=0.1)
+    found = losses.combine(weights, local_logits.bfloat16(), target, boxes, low=0.0, criterion=smooth)
     evidence = local_logits.bfloat16().float().clamp(min=0)
     expected = 0.25 * losses.plain(evidence, target, boxes, smooth) + 2 * losses.robust_masking(
         evidence, target, boxes, smooth
@@ -167,13 +169,13 @@ def test_a_mix_is_the_weighted_sum_on_clipped_evidence_in_float32() -> None:
 
 def test_a_pair_that_hides_everything_gives_a_finite_loss() -> None:
     evidence, target = drawn(8)
-    whole = losses.boxes_of(Windows.sliding(grid=GRID, size=GRID))
+    whole = losses.to_boxes(Windows.sliding(grid=GRID, size=GRID))
     assert float(losses.double_masking(evidence, target, whole).detach()) == pytest.approx(math.log(CLASSES))
 
 
 def test_masks_on_a_circle_and_unknown_losses_are_refused() -> None:
     with pytest.raises(InputError, match="wrap around"):
-        losses.boxes_of(Windows.sliding(grid=(1, 8), size=(1, 3), wrap=(False, True)))
+        losses.to_boxes(Windows.sliding(grid=(1, 8), size=(1, 3), wrap=(False, True)))
     with pytest.raises(InputError, match=r"known losses.*plain"):
         losses.check_weights({"plan": 1.0})
     with pytest.raises(InputError, match="at least 0"):
@@ -184,7 +186,7 @@ def test_masks_on_a_circle_and_unknown_losses_are_refused() -> None:
 
 def test_the_local_loss_is_the_mean_cross_entropy_of_single_cells() -> None:
     evidence, target = drawn(9)
-    found = losses.local(evidence, target, losses.boxes_of(MASKS[0]))
+    found = losses.local(evidence, target, losses.to_boxes(MASKS[0]))
     each = [
         cross_entropy(evidence[image, :, row, column].tolist(), int(target[image]))
         for image in range(BATCH)
@@ -195,7 +197,7 @@ def test_the_local_loss_is_the_mean_cross_entropy_of_single_cells() -> None:
 
 def test_a_goal_mixes_target_teacher_and_smoothing() -> None:
     scores, target = torch.tensor([[1.0, 2.0, 0.5]]), torch.tensor([2])
-    goal = losses.Goal(smoothing=0.3, teacher=torch.tensor([[0.2, 0.7, 0.1]]), trust=0.25)
+    goal = losses.CrossEntropy(label_smoothing=0.3, teacher=torch.tensor([[0.2, 0.7, 0.1]]), distill_weight=0.25)
     wanted = [0.7 * (0.75 * own + 0.25 * said) + 0.1 for own, said in zip((0, 0, 1), (0.2, 0.7, 0.1), strict=True)]
     expected = sum(weight * cross_entropy(scores[0].tolist(), k) for k, weight in enumerate(wanted))
     assert float(goal(scores, target)) == pytest.approx(expected, abs=1e-6)
@@ -205,13 +207,13 @@ def test_labels_that_mix_two_classes_take_the_place_of_the_target() -> None:
     scores = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     target, other = torch.tensor([0, 1, 2, 3]), torch.tensor([4, 3, 1, 0])
     labels = 0.7 * torch.eye(5)[target] + 0.3 * torch.eye(5)[other]
-    found = losses.Goal(labels=labels)(scores, target)
-    torch.testing.assert_close(found, 0.7 * losses.PLAIN(scores, target) + 0.3 * losses.PLAIN(scores, other))
+    found = losses.CrossEntropy(soft_labels=labels)(scores, target)
+    torch.testing.assert_close(found, 0.7 * losses.HARD(scores, target) + 0.3 * losses.HARD(scores, other))
 
 
 def test_means_of_confidences_are_compared_by_their_logarithm() -> None:
     local_logits, target = drawn(10)
-    found = losses.mixed({"plain": 1.0}, local_logits, target, losses.boxes_of(MASKS[0]), kind="confidence")
+    found = losses.combine({"plain": 1.0}, local_logits, target, losses.to_boxes(MASKS[0]), kind="confidence")
     mean = local_logits.detach().softmax(1).mean((2, 3))
     expected = -mean[torch.arange(BATCH), target].log().mean()
     torch.testing.assert_close(found.detach(), expected)
@@ -219,7 +221,7 @@ def test_means_of_confidences_are_compared_by_their_logarithm() -> None:
 
 def test_votes_count_whole_and_learn_through_confidences() -> None:
     local_logits, _ = drawn(12)
-    votes = losses.evidence_of(local_logits, "prediction", None)
+    votes = losses.soft_evidence(local_logits, "prediction", None)
     winners = local_logits.argmax(1)
     assert torch.equal(votes.detach().round(), torch.nn.functional.one_hot(winners, CLASSES).movedim(-1, 1).float())
     (votes * torch.arange(votes.numel()).view_as(votes)).sum().backward()
@@ -232,11 +234,13 @@ def test_votes_count_whole_and_learn_through_confidences() -> None:
 
 def test_a_confidence_of_0_costs_what_the_least_confidence_does_and_teaches_nothing() -> None:
     means = torch.tensor([[0.0, 0.25, 0.75]], requires_grad=True)
-    found = losses.Goal(probabilities=True)(means, torch.tensor([0]))
-    assert float(found.detach()) == pytest.approx(math.log((1 + losses.LEAST) / losses.LEAST), abs=1e-5)
+    found = losses.CrossEntropy(probabilities=True)(means, torch.tensor([0]))
+    assert float(found.detach()) == pytest.approx(
+        math.log((1 + losses.LEAST_CONFIDENCE) / losses.LEAST_CONFIDENCE), abs=1e-5
+    )
     found.backward()
     assert means.grad[0, 0] == 0
     assert torch.isfinite(means.grad).all()
-    above = torch.tensor([[2 * losses.LEAST, 0.25, 0.75]], requires_grad=True)
-    losses.Goal(probabilities=True)(above, torch.tensor([0])).backward()
+    above = torch.tensor([[2 * losses.LEAST_CONFIDENCE, 0.25, 0.75]], requires_grad=True)
+    losses.CrossEntropy(probabilities=True)(above, torch.tensor([0])).backward()
     assert above.grad[0, 0] < 0

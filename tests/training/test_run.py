@@ -1,4 +1,4 @@
-"""One training run from the data to the summary, part by part, with pictures that a thin network learns in seconds."""
+"""One training run from the data to the summary, part by part, on pictures that a thin network learns in seconds."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.stripe_dataset import folder, recipe, stripes
+from helpers.stripe_dataset import striped_recipe, striped_trainer, stripes, write_stripes
 
 from patchguard import runtime
 from patchguard.data import cifar10, datasets
@@ -16,23 +16,20 @@ from patchguard.data.dataset import Splits
 from patchguard.errors import InputError
 from patchguard.patch import Patch
 from patchguard.storage import zoo
-from patchguard.training import feed, loop, run
+from patchguard.training import loaders, loop, run
 from patchguard.training.evaluate import Accuracy, evaluate
 from patchguard.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> object:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def options(out: Path, **changes: object) -> run.Options:
-    settings = {"recipe": recipe(epochs=2, other_patches=[1], held_out=20), "data": out, "out": out, "device": "cpu"}
+    settings = {
+        "recipe": striped_recipe(epochs=2, other_patches=[1], held_out=20),
+        "data": out,
+        "out": out,
+        "device": "cpu",
+    }
     return run.Options(**{**settings, **changes})
 
 
@@ -41,7 +38,7 @@ def options(out: Path, **changes: object) -> run.Options:
 
 @pytest.mark.parametrize(("epochs", "planned"), [(None, 2), (7, 7), ("7", 7), ("auto", None)])
 def test_epochs_are_the_recipes_unless_told(tmp_path: Path, epochs: int | str | None, planned: int | None) -> None:
-    assert options(tmp_path, epochs=epochs).planned_epochs() == planned
+    assert options(tmp_path, epochs=epochs).read_epochs() == planned
 
 
 @pytest.mark.parametrize(
@@ -88,31 +85,31 @@ def small_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_cifar10_is_limited_to_its_first_images_before_some_are_held_out(small_cifar10: Path) -> None:
     whole = datasets.load("cifar10", small_cifar10)
-    wanted = options(small_cifar10, recipe=recipe(held_out=5), limit=30, test=True)
-    learned, held_out, test = run.data_of(wanted, CPU)
-    assert (len(learned), len(held_out), len(test)) == (25, 5, 10)
+    wanted = options(small_cifar10, recipe=striped_recipe(held_out=5), limit=30, test=True)
+    train_set, held_out, test = run.load_data(wanted, CPU)
+    assert (len(train_set), len(held_out), len(test)) == (25, 5, 10)
     expected = datasets.hold_out(whole.train.subset(slice(0, 30)), 5)
-    assert torch.equal(learned.images, expected[0].images)
+    assert torch.equal(train_set.images, expected[0].images)
     assert torch.equal(held_out.images, expected[1].images)
     assert torch.equal(test.images, whole.test.images)
-    untested = run.data_of(options(small_cifar10, recipe=recipe(held_out=0.1)), CPU)
+    untested = run.load_data(options(small_cifar10, recipe=striped_recipe(held_out=0.1)), CPU)
     assert (len(untested[0]), len(untested[1]), untested[2]) == (45, 5, None)
 
 
 def test_photos_are_the_same_in_memory_and_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = options(
-        folder(tmp_path, train=40, test=10),
-        recipe=recipe(dataset="folder", image_side=16, held_out=0.25),
+        write_stripes(tmp_path, train=40, test=10),
+        recipe=striped_recipe(dataset="folder", image_size=16, held_out=0.25),
         limit=20,
         test=True,
     )
-    learned, held_out, test = run.data_of(wanted, CPU)
-    assert (len(learned), len(held_out), len(test)) == (15, 5, 10)
-    assert set(learned.targets.tolist()) == {0, 1, 2}
-    monkeypatch.setattr(feed, "MEMORY_SHARE", 0.0)
-    streamed, apart, again = run.data_of(wanted, CPU)
-    assert list(streamed.targets) == learned.targets.tolist()
-    assert torch.equal(streamed.read(3), learned.images[3])
+    train_set, held_out, test = run.load_data(wanted, CPU)
+    assert (len(train_set), len(held_out), len(test)) == (15, 5, 10)
+    assert set(train_set.targets.tolist()) == {0, 1, 2}
+    monkeypatch.setattr(loaders, "MEMORY_FRACTION", 0.0)
+    streamed, apart, again = run.load_data(wanted, CPU)
+    assert list(streamed.targets) == train_set.targets.tolist()
+    assert torch.equal(streamed.read(3), train_set.images[3])
     assert torch.equal(apart.images, held_out.images)
     assert torch.equal(again.images, test.images)
 
@@ -132,13 +129,13 @@ def test_a_run_stops_goes_on_and_measures_the_file_that_it_wrote(striped: Splits
     wanted = options(tmp_path, test=True, checkpoint_seconds=0.0)
     told: list[int] = []
     progress: list[float] = []
-    assert run.train(wanted, stopped=lambda: True, report=lambda record: told.append(record["epoch"])) is None
+    assert run.train(wanted, should_stop=lambda: True, on_epoch=lambda record: told.append(record["epoch"])) is None
     assert not (tmp_path / "summary.json").exists()
-    summary = run.train(wanted, report=lambda record: told.append(record["epoch"]), tick=progress.append)
+    summary = run.train(wanted, on_epoch=lambda record: told.append(record["epoch"]), on_step=progress.append)
     assert told == [1, 2]
     assert progress[-1] == pytest.approx(1.0)
     assert summary == json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["learned_from"], summary["processes"], summary["device"]) == (64, 1, "cpu")
+    assert (summary["train_images"], summary["processes"], summary["device"]) == (64, 1, "cpu")
     path = tmp_path / summary["file"]
     assert summary["digest"] == zoo.inspect(path)["digest"]
     guard = zoo.load(path)
@@ -151,10 +148,10 @@ def test_a_run_stops_goes_on_and_measures_the_file_that_it_wrote(striped: Splits
 
 
 def test_the_file_and_the_summary_say_how_many_epochs_there_were(striped: Splits, tmp_path: Path) -> None:
-    wanted = options(tmp_path, recipe=recipe(epochs=9, other_patches=[], held_out=0), epochs=1)
+    wanted = options(tmp_path, recipe=striped_recipe(epochs=9, other_patches=[], held_out=0), epochs=1)
     summary = run.train(wanted)
-    assert summary["recipe"]["epochs"] == 1
-    assert zoo.inspect(tmp_path / summary["file"])["recipe"]["epochs"] == 1
+    assert summary["recipe"]["schedule"]["epochs"] == 1
+    assert zoo.inspect(tmp_path / summary["file"])["recipe"]["schedule"]["epochs"] == 1
     assert summary["weights"] == "averaged"  # nothing is held out to choose by
     assert not summary.keys() & {"held_out", "test", "best", "before_rounding"}
 
@@ -164,7 +161,7 @@ def test_kernels_that_repeat_are_asked_for_before_the_run(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(runtime, "use_deterministic_kernels", lambda: asked.append("deterministic"))
-    monkeypatch.setattr(run, "_train", lambda *_: asked.append("train"))
+    monkeypatch.setattr(run, "_train", lambda *_, **__: asked.append("train"))
     run.train(options(tmp_path))
     assert asked == ["train"]
     run.train(options(tmp_path, deterministic=True))
@@ -182,29 +179,29 @@ def test_only_the_first_of_several_processes_writes_and_returns_a_summary(
 
 @pytest.fixture(scope="module")
 def trainer() -> Trainer:
-    return Trainer(recipe(), stripes(64), device=CPU)
+    return striped_trainer()
 
 
 @pytest.mark.parametrize("best", ["averaged", "last", "best"])
 def test_of_several_weights_those_with_the_best_held_out_score_stay(
     trainer: Trainer, best: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = {name: float(number) for number, name in enumerate(("averaged", "last", "best"), 1)}
-    trainer.guard.model.fc.bias.data.fill_(found["averaged"])
-    trainer.model.fc.bias.data.fill_(found["last"])
-    offered = {**trainer.guard.model.state_dict(), "fc.bias": torch.full((3,), found["best"])}
+    biases = {name: float(number) for number, name in enumerate(("averaged", "last", "best"), 1)}
+    trainer.guard.model.fc.bias.data.fill_(biases["averaged"])
+    trainer.model.fc.bias.data.fill_(biases["last"])
+    offered = {**trainer.guard.model.state_dict(), "fc.bias": torch.full((3,), biases["best"])}
 
     def measure(guard: object, data: object, patch: Patch) -> Accuracy:
         value = float(guard.model.fc.bias[0])
-        return Accuracy(patch, 10, 5, 3 if value == found[best] else 2)
+        return Accuracy(patch, 10, 5, 3 if value == biases[best] else 2)
 
     monkeypatch.setattr(run, "evaluate", measure)
     chosen = run.choose_weights(trainer, stripes(10), offered)
     assert chosen["weights"] == best
-    assert {name: each["proved"] for name, each in chosen["before_rounding"].items()} == {
-        name: 3 if name == best else 2 for name in found
+    assert {name: each["certified_correct"] for name, each in chosen["before_rounding"].items()} == {
+        name: 3 if name == best else 2 for name in biases
     }
-    assert set(trainer.guard.model.fc.bias.tolist()) == {found[best]}
+    assert set(trainer.guard.model.fc.bias.tolist()) == {biases[best]}
     assert set(run.choose_weights(trainer, stripes(10), None)["before_rounding"]) == {"averaged", "last"}
 
 
@@ -213,27 +210,7 @@ def test_other_patches_are_measured_with_masks_fitted_to_each(
 ) -> None:
     measured = []
     monkeypatch.setattr(run, "evaluate", lambda guard, _, patch: measured.append((patch, guard.defense.masks)))
-    list(run.accuracies(trainer.guard, recipe(other_patches=[1, 3]), stripes(4)))
+    list(run.measure(trainer.guard, striped_recipe(other_patches=[1, 3]), stripes(4)))
     masks = [trainer.guard.for_patch(Patch(side), 16, 16).defense.masks for side in (2, 1, 3)]
     assert measured == list(zip((Patch(2), Patch(1), Patch(3)), masks, strict=True))
     assert masks[0] not in masks[1:]
-
-
-def test_a_summary_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.write_summary(tmp_path, {"first": 1})
-    monkeypatch.setattr(Path, "write_text", lambda self, text: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
-        run.write_summary(tmp_path, {"second": 2})
-    assert json.loads((tmp_path / "summary.json").read_text()) == {"first": 1}
-
-
-def test_the_module_is_the_command_train(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit) as ended:
-        run.main(["--list"])
-    assert ended.value.code == 0
-    listed = capsys.readouterr().out
-    assert "cifar10_mask_srf" in listed
-    monkeypatch.setattr("sys.argv", ["run.py", "--list"])
-    with pytest.raises(SystemExit):
-        run.main()
-    assert capsys.readouterr().out == listed

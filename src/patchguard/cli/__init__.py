@@ -64,11 +64,11 @@ def options(
 app.command(epilog="Example: patchguard certify --data photos --patch 2%")(certify)
 app.command(epilog="Example: patchguard predict 'photos/*.jpg' --patch 2%")(predict)
 app.command(epilog="Example: patchguard attack --data sample --patch 5 --steps 20 --limit 100")(attack)
-app.command(epilog="Example: patchguard models")(models)
+app.command(epilog="Example: patchguard models --download cifar10_mask_ds")(models)
 app.command(epilog="Example: patchguard audit --model bagnet17 --size 224x300")(audit)
 app.add_typer(data, name="data")
 app.command(epilog="Example: patchguard report runs/sample runs/photos")(report)
-app.command(epilog="Example: patchguard reproduce main --data cifar10 --data-root datasets")(reproduce)
+app.command(epilog="Example: patchguard reproduce main --data cifar10 --root datasets")(reproduce)
 app.command(epilog="Example: patchguard train --recipe tiny --data datasets --out runs/tiny")(train)
 app.command(epilog="Example: patchguard verify cat.pgc --model cifar10 --image cat.png")(verify)
 

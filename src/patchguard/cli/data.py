@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, final
 import typer
 
 from patchguard.cli.common import screen, shown
+from patchguard.cli.progress import show_download
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -57,11 +58,8 @@ def get(
     from patchguard.data.catalog import data_root
     from patchguard.data.fetch import fetch
 
-    with _progress() as progress:
-        bar = progress.add_task(f"fetching {name}", total=None)
-        folder = fetch(
-            name, data_root(root), via=via, report=lambda done, total: progress.update(bar, completed=done, total=total)
-        )
+    with show_download(name) as progress:
+        folder = fetch(name, data_root(root), via=via, progress=progress)
     screen().print(f"{name} is in {shown(str(folder))}", soft_wrap=True)
 
 

@@ -1,4 +1,4 @@
-"""`patchguard train`: run a recipe, see it learn, stop it and go on."""
+"""`patchguard train`: run a recipe, watch it learn, stop it and resume."""
 
 import json
 import logging
@@ -15,42 +15,45 @@ import typer
 from patchguard.cli.common import screen
 from patchguard.errors import InputError
 
-STOPPED = 130  # what a shell expects of a command that Ctrl-C ended
+INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
 
 def train(
     recipe: Annotated[str, typer.Option(help="A name that --list shows.")] = "",
     data: Annotated[Path | None, typer.Option(help="Folder of datasets. Default: $PATCHGUARD_DATA.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of this run; one with a stopped run goes on.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of this run; a stopped run in it is resumed.")] = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="Another setting of the recipe, KEY=VALUE; VALUE is JSON.")
+        list[str] | None,
+        typer.Option("--set", help="Change a setting of the recipe: GROUP.KEY=VALUE or KEY=VALUE; VALUE is JSON."),
     ] = None,
     epochs: Annotated[str, typer.Option(help="A number, or auto: as many as fit --minutes.")] = "",
-    minutes: Annotated[float | None, typer.Option(help="Stop in time, counted from the start of this call.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Stop after so many minutes, with a checkpoint.")] = None,
     plan_minutes: Annotated[
-        float | None, typer.Option(help="With --epochs auto: time of the whole run, over several calls.")
+        float | None, typer.Option(help="With --epochs auto: minutes of the whole run, over several calls.")
     ] = None,
-    test: Annotated[bool, typer.Option("--test", help="Measure the test set, too: once per published model.")] = False,
+    test: Annotated[
+        bool, typer.Option("--test", help="Measure the test set as well: once per published model.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1 and the like.")] = "auto",
     compile_mode: Annotated[
         str, typer.Option("--compile", help="Mode of torch.compile, or off. Default: off on CPUs, default on GPUs.")
     ] = "",
-    limit: Annotated[int | None, typer.Option(help="Learn from so many images only: for a quick try.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Number of images to learn from: for a quick try.")] = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="On GPUs: the same bits every time, more slowly.")
     ] = False,
     list_all: Annotated[bool, typer.Option("--list", help="List the recipes and exit.")] = False,
 ) -> None:
-    """Train a recipe; write checkpoints, log.jsonl, curve.png, the Guard and summary.json into a folder.
+    """Train a recipe; write checkpoints, log.jsonl, curve.png, the guard and summary.json into a folder.
 
-    The same command again goes on where the last one stopped: by Ctrl-C, by --minutes, or killed. Several processes
-    share every batch when torchrun starts them: torchrun --nproc-per-node 2 -m patchguard.training.run OPTIONS.
+    The same command again resumes where the last one stopped: by Ctrl-C, by --minutes, or killed. Several processes
+    share every batch when torchrun starts them: torchrun --nproc-per-node 2 -m patchguard train OPTIONS.
 
     Exit status 0: done, or --minutes are over. 1: the input is wrong. 130: stopped by Ctrl-C.
     """
     started = time.monotonic()
     if list_all:
-        _list()
+        _list_recipes()
         return
     if not recipe or out is None:
         raise InputError("`--recipe` and `--out` must be given. `patchguard train --list` shows the recipes.")
@@ -58,7 +61,7 @@ def train(
     from patchguard.training import recipes, run
 
     options = run.Options(
-        recipe=recipes.named(recipe).changed(assignments(settings or [])),
+        recipe=recipes.get_recipe(recipe).override(read_assignments(settings or [])),
         data=data_root(data),
         out=out,
         epochs=epochs or None,
@@ -71,60 +74,62 @@ def train(
         deterministic=deterministic,
         started=started,
     )
-    summary = _watched(options)
+    summary = _train_with_progress(options)
     if summary is not None:
         typer.echo(json.dumps(summary))
 
 
-def assignments(texts: list[str]) -> dict[str, Any]:
+def read_assignments(texts: list[str]) -> dict[str, Any]:
     """Read KEY=VALUE; a value that is not JSON is text.
 
-    >>> assignments(["epochs=3", "optimizer=adamw"])
-    {'epochs': 3, 'optimizer': 'adamw'}
+    >>> read_assignments(["schedule.epochs=3", "optimizer.name=adamw"])
+    {'schedule.epochs': 3, 'optimizer.name': 'adamw'}
     """
-    found: dict[str, Any] = {}
+    assignments: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise InputError(f"`--set` must be KEY=VALUE; got {text!r}.")
         try:
-            found[key] = json.loads(value)
+            assignments[key] = json.loads(value)
         except ValueError:
-            found[key] = value
-    return found
+            assignments[key] = value
+    return assignments
 
 
-def _list() -> None:
+def _list_recipes() -> None:
     from rich.table import Table
 
     from patchguard.training import recipes
 
     table = Table("recipe", "what it trains", box=None, pad_edge=False)
-    for name, line in recipes.summaries().items():
-        table.add_row(name, line)
+    for name, entry in recipes.RECIPES.items():
+        table.add_row(name, entry.summary)
     screen().print(table)
 
 
-def _watched(options: Any) -> dict[str, Any] | None:
+def _train_with_progress(options: Any) -> dict[str, Any] | None:
     """Train with a bar on a terminal and a line per epoch elsewhere; only the first of several processes shows them."""
     from patchguard import runtime
     from patchguard.training import run
 
     first = runtime.rank() == 0
     with ExitStack() as stack:
-        watch = stack.enter_context(_watching(first))
-        stop = stack.enter_context(_stopping(first))
+        progress = stack.enter_context(_show_progress(first))
+        interrupt = stack.enter_context(_handle_interrupts(first))
         try:
-            summary = run.train(options, report=watch.report, tick=watch.tick, stopped=stop.wanted)
+            summary = run.train(
+                options, on_epoch=progress.on_epoch, on_step=progress.on_step, should_stop=interrupt.requested
+            )
         except KeyboardInterrupt:
             summary = None
-    if summary is None and stop.times:
+    if summary is None and interrupt.count:
         if first:
-            where = "after this epoch, which is saved" if stop.times == 1 else "after the last checkpoint"
-            typer.echo(f"stopped: the same command goes on {where} in {options.out}", err=True)
-        raise typer.Exit(STOPPED)
+            where = "this epoch, which is saved" if interrupt.count == 1 else "the last checkpoint"
+            typer.echo(f"stopped: the same command resumes after {where} in {options.out}", err=True)
+        raise typer.Exit(INTERRUPTED)
     if summary is None and first:
-        typer.echo("time is up before the last epoch: the same command goes on there", err=True)
+        typer.echo("time is up before the last epoch: the same command resumes there", err=True)
     return summary
 
 
@@ -133,34 +138,34 @@ def _watched(options: Any) -> dict[str, Any] | None:
 
 @final
 @dataclass
-class _Stop:
-    """How often Ctrl-C was pressed: once asks for the end of the epoch, twice ends at once."""
+class _Interrupt:
+    """How often Ctrl-C was pressed: once stops after the epoch, twice at once."""
 
-    shown: bool
-    times: int = 0
+    verbose: bool
+    count: int = 0
 
     def __call__(self, *_: object) -> None:
-        self.times += 1
-        if self.times > 1:
+        self.count += 1
+        if self.count > 1:
             raise KeyboardInterrupt
-        if self.shown:
+        if self.verbose:
             typer.echo("finishing this epoch and saving it; Ctrl-C again stops at once", err=True)
 
-    def wanted(self) -> bool:
+    def requested(self) -> bool:
         """Return whether to stop after this epoch."""
-        return self.times > 0
+        return self.count > 0
 
 
 @contextmanager
-def _stopping(shown: bool) -> Iterator[_Stop]:
-    stop = _Stop(shown)
+def _handle_interrupts(verbose: bool) -> Iterator[_Interrupt]:
+    interrupt = _Interrupt(verbose)
     try:
-        before = signal.signal(signal.SIGINT, stop)
-    except ValueError:  # not in the main thread, which alone gets signals
-        yield stop
+        before = signal.signal(signal.SIGINT, interrupt)
+    except ValueError:  # only the main thread gets signals
+        yield interrupt
         return
     try:
-        yield stop
+        yield interrupt
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -169,30 +174,30 @@ def _stopping(shown: bool) -> Iterator[_Stop]:
 
 
 @final
-class _Watch:
-    """Says on stderr how training goes: with a bar where there is a terminal, by a line per epoch elsewhere."""
+class _Progress:
+    """Shows on stderr how training goes: a bar on a terminal, a line per epoch elsewhere."""
 
-    def __init__(self, progress: Any, shown: bool) -> None:
-        self.progress, self.shown = progress, shown
-        self.task = None if progress is None else progress.add_task("training", total=1.0)
+    def __init__(self, bar: Any, verbose: bool) -> None:
+        self.bar, self.verbose = bar, verbose
+        self.task = None if bar is None else bar.add_task("training", total=1.0)
 
-    def tick(self, done: float) -> None:
+    def on_step(self, done: float) -> None:
         """Move the bar."""
-        if self.progress is not None:
-            self.progress.update(self.task, completed=done)
+        if self.bar is not None:
+            self.bar.update(self.task, completed=done)
 
-    def report(self, record: dict[str, Any]) -> None:
-        """Tell about an epoch."""
-        line = _line(record)
-        if self.progress is not None:
-            self.progress.update(self.task, description=f"epoch {record['epoch']}/{record['epochs']}")
-            self.progress.console.print(line, highlight=False)
-        elif self.shown:
+    def on_epoch(self, record: dict[str, Any]) -> None:
+        """Print the line of an epoch."""
+        line = _format_record(record)
+        if self.bar is not None:
+            self.bar.update(self.task, description=f"epoch {record['epoch']}/{record['epochs']}")
+            self.bar.console.print(line, highlight=False)
+        elif self.verbose:
             typer.echo(line, err=True)
 
 
 @contextmanager
-def _watching(first: bool) -> Iterator[_Watch]:
+def _show_progress(first: bool) -> Iterator[_Progress]:
     from rich.console import Console
     from rich.logging import RichHandler
     from rich.progress import (
@@ -215,20 +220,20 @@ def _watching(first: bool) -> Iterator[_Watch]:
     try:
         if first and console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-            with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
-                yield _Watch(progress, first)
+            with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
+                yield _Progress(bar, first)
         else:
-            yield _Watch(None, first)
+            yield _Progress(None, first)
     finally:
         logger.setLevel(before)
         logger.removeHandler(handler)
 
 
-def _line(record: dict[str, Any]) -> str:
+def _format_record(record: dict[str, Any]) -> str:
     line = (
         f"epoch {record['epoch']:3d}/{record['epochs']}  loss {record['loss']:.4f}  "
         f"train {record['train_accuracy']:.2%}  masks {record['mask_step'] or 'none'}  "
-        f"{record['images_per_second']:,.0f} images/s  left {record['left']:.0f} s"
+        f"{record['images_per_second']:,.0f} images/s  left {record['seconds_left']:.0f} s"
     )
     if "held_out" in record:
         held_out = record["held_out"]

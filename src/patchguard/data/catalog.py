@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from patchguard.data.download import cache_folder
 from patchguard.errors import InputError, nearest
 
 VARIABLE = "PATCHGUARD_DATA"
@@ -99,6 +100,6 @@ def entry(name: str) -> Entry:
 
 
 def data_root(root: str | Path | None = None) -> Path:
-    """Return the folder where datasets lie: `root`, else $PATCHGUARD_DATA, else ~/.cache/patchguard/data."""
-    chosen = root or os.environ.get(VARIABLE) or Path("~/.cache/patchguard/data")
+    """Return the folder where datasets lie: `root`, else $PATCHGUARD_DATA, else `data` in the folder of downloads."""
+    chosen = root or os.environ.get(VARIABLE) or cache_folder() / "data"
     return Path(chosen).expanduser()

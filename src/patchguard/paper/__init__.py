@@ -1,153 +1,131 @@
 """The experiments of the paper by name: `patchguard reproduce NAME`. Importing this imports no torch."""
 
-from patchguard.paper.experiment import Experiment, late
+from collections.abc import Sequence
+
+from patchguard.errors import InputError, nearest
+from patchguard.paper.experiment import Experiment, import_later
 
 ALL = ("imagenette", "imagenet", "cifar10")
 DETAILED = ("imagenette", "cifar10")
 
-# In the order of the paper.
-EXPERIMENTS: dict[str, Experiment] = {
-    experiment.name: experiment
-    for experiment in (
-        Experiment(
-            name="local_attack",
-            title="Section 3.1: local predictions and large logits of an undefended ResNet under attack",
-            where=("tab-local-attack", "fig-hist-net", "fig-hist-nette", "fig-hist-cifar"),
-            sets=ALL,
-            run=late("local_attack"),
-        ),
-        Experiment(
-            name="main",
-            title="Clean and provable robust accuracy of different defenses",
-            where=("tab-huge-provable",),
-            sets=ALL,
-            run=late("main_table"),
-        ),
-        Experiment(
-            name="vanilla",
-            title="Clean accuracy of ResNet and BagNet",
-            where=("tab-huge-vanilla",),
-            sets=ALL,
-            run=late("undefended", "vanilla"),
-        ),
-        Experiment(
-            name="clipping",
-            title="Effect of logits clipping values on undefended networks",
-            where=("tab-clipping", "tab-clipping-cifar"),
-            sets=DETAILED,
-            run=late("undefended", "clipping"),
-        ),
-        Experiment(
-            name="feature_masking",
-            title="Invariance of predictions to feature masking",
-            where=("tab-feature-mask", "tab-feature-mask-cifar"),
-            sets=DETAILED,
-            run=late("undefended", "feature_masking"),
-        ),
-        Experiment(
-            name="fields",
-            title="Effect of receptive field sizes",
-            where=("tab-masking-provable", "tab-masking-provable-cifar"),
-            sets=DETAILED,
-            run=late("masking_tables", "fields"),
-        ),
-        Experiment(
-            name="thresholds",
-            title="Effect of detection thresholds, with the corrected bound",
-            where=("tab-masking-thres", "tab-masking-thres-cifar"),
-            sets=DETAILED,
-            run=late("thresholds"),
-        ),
-        Experiment(
-            name="features",
-            title="Effect of feature types on Mask-BN and Mask-DS",
-            where=("tab-feature-bn", "tab-feature-ds", "tab-feature-bn-cifar", "tab-feature-ds-cifar"),
-            sets=DETAILED,
-            run=late("masking_tables", "features"),
-        ),
-        Experiment(
-            name="mask_sizes",
-            title="Effect of over-conservatively large masks; Lemma 1 against the tighter bound",
-            where=("tab-mismatch", "tab-mismatch-cifar"),
-            sets=DETAILED,
-            run=late("mask_sizes"),
-        ),
-        Experiment(
-            name="time",
-            title="Inference time per image",
-            where=("tab-time",),
-            sets=(),
-            run=late("inference_time"),
-        ),
-        Experiment(
-            name="training",
-            title="Effect of provable adversarial training",
-            where=("tab-adv-training",),
-            sets=ALL,
-            run=late("masking_tables", "training"),
-        ),
-        Experiment(
-            name="centre",
-            title="Local features focus on the centre of their field",
-            where=("fig-center",),
-            sets=(),
-            run=late("looks"),
-        ),
-        Experiment(
-            name="window_size",
-            title="How many cells a patch reaches",
-            where=("fig-window", "eq-receptive"),
-            sets=(),
-            run=late("window_size"),
-        ),
-        Experiment(
-            name="top_k",
-            title="Top-k accuracies",
-            where=("tab-topk",),
-            sets=ALL,
-            run=late("masking_tables", "top_k"),
-        ),
-        Experiment(
-            name="more_sets",
-            title="Performance on cats-vs-dogs and flowers",
-            where=("tab-more-ds",),
-            sets=("cats_vs_dogs", "flowers"),
-            run=late("more_sets"),
-        ),
-        Experiment(
-            name="toy_example",
-            title="De-randomized smoothing against robust masking on eleven votes",
-            where=("apx-generalization",),
-            sets=(),
-            run=late("toy_votes"),
-        ),
-        Experiment(
-            name="shapes",
-            title="Patches of different shapes",
-            where=("tab-shape",),
-            sets=ALL,
-            run=late("masking_tables", "shapes"),
-        ),
-        Experiment(
-            name="several_patches",
-            title="Several patches: merged, cells masked, other secure sums",
-            where=("apx-multiple-patch",),
-            sets=ALL,
-            run=late("several_patches"),
-        ),
-        Experiment(
-            name="large_patches",
-            title="Patches up to 192x192",
-            where=("fig-large-patch",),
-            sets=DETAILED,
-            run=late("large_patches"),
-        ),
-        Experiment(
-            name="occlusion",
-            title="A block of 96x96 pixels over the image",
-            where=("fig-large-patch-visu",),
-            sets=("imagenette", "imagenet"),
-            run=late("occlusion"),
-        ),
-    )
+# Name, title, tables and figures of the paper, datasets, function. In the order of the paper; our own come last.
+_ROWS: tuple[tuple[str, str, str, tuple[str, ...], str], ...] = (
+    (
+        "local_attack",
+        "Section 3.1: local predictions and large logits of an undefended ResNet under attack",
+        "tab-local-attack, fig-hist-net, fig-hist-nette, fig-hist-cifar",
+        ALL,
+        "local_attack",
+    ),
+    ("main", "Clean and provable robust accuracy of different defenses", "tab-huge-provable", ALL, "main_table"),
+    ("vanilla", "Clean accuracy of ResNet and BagNet", "tab-huge-vanilla", ALL, "clean_accuracy:vanilla"),
+    (
+        "clipping",
+        "Effect of logits clipping values on undefended networks",
+        "tab-clipping, tab-clipping-cifar",
+        DETAILED,
+        "clean_accuracy:clipping",
+    ),
+    (
+        "feature_masking",
+        "Invariance of predictions to feature masking",
+        "tab-feature-mask, tab-feature-mask-cifar",
+        DETAILED,
+        "clean_accuracy:feature_masking",
+    ),
+    (
+        "fields",
+        "Effect of receptive field sizes",
+        "tab-masking-provable, tab-masking-provable-cifar",
+        DETAILED,
+        "masking_tables:fields",
+    ),
+    (
+        "thresholds",
+        "Effect of detection thresholds, with the corrected bound",
+        "tab-masking-thres, tab-masking-thres-cifar",
+        DETAILED,
+        "thresholds",
+    ),
+    (
+        "features",
+        "Effect of feature types on Mask-BN and Mask-DS",
+        "tab-feature-bn, tab-feature-ds, tab-feature-bn-cifar, tab-feature-ds-cifar",
+        DETAILED,
+        "masking_tables:features",
+    ),
+    (
+        "mask_sizes",
+        "Effect of over-conservatively large masks; Lemma 1 against the tighter bound",
+        "tab-mismatch, tab-mismatch-cifar",
+        DETAILED,
+        "masking_tables:mask_sizes",
+    ),
+    ("time", "Inference time per image", "tab-time", (), "inference_time"),
+    ("training", "Effect of provable adversarial training", "tab-adv-training", ALL, "masking_tables:training"),
+    ("center", "Local features focus on the center of their field", "fig-center", (), "receptive_fields:center"),
+    ("window_size", "How many cells a patch reaches", "fig-window, eq-receptive", (), "receptive_fields:window_size"),
+    ("top_k", "Top-k accuracies", "tab-topk", ALL, "masking_tables:top_k"),
+    (
+        "more_sets",
+        "Performance on cats-vs-dogs and flowers",
+        "tab-more-ds",
+        ("cats_vs_dogs", "flowers"),
+        "masking_tables:more_sets",
+    ),
+    (
+        "toy_example",
+        "De-randomized smoothing against robust masking on eleven votes",
+        "apx-generalization",
+        (),
+        "toy_votes",
+    ),
+    ("shapes", "Patches of different shapes", "tab-shape", ALL, "masking_tables:shapes"),
+    (
+        "several_patches",
+        "Several patches: merged, cells masked, other secure sums",
+        "apx-multiple-patch",
+        ALL,
+        "several_patches",
+    ),
+    ("large_patches", "Patches up to 192x192", "fig-large-patch", DETAILED, "masking_tables:large_patches"),
+    (
+        "occlusion",
+        "A block of 96x96 pixels over the image",
+        "fig-large-patch-visu",
+        ("imagenette", "imagenet"),
+        "occlusion",
+    ),
+    (
+        "empirical_defenses",
+        "Empirical defenses beside a certified one, under attacks that know them",
+        "",
+        DETAILED,
+        "empirical_defenses",
+    ),
+)
+EXPERIMENTS = {
+    name: Experiment(name, title, tuple(where.split(", ")) if where else (), datasets, import_later(function))
+    for name, title, where, datasets, function in _ROWS
 }
+
+
+def select_experiments(name: str, datasets: Sequence[str] = ()) -> list[tuple[Experiment, str]]:
+    """Return the experiments that a name stands for, each with those of its datasets that are asked for."""
+    if name != "all" and name not in EXPERIMENTS:
+        raise InputError(
+            f"`name` must be an experiment or all; got {name!r}. {nearest(name, [*EXPERIMENTS, 'all'])} "
+            "`patchguard reproduce --list` shows them."
+        )
+    experiments = list(EXPERIMENTS.values()) if name == "all" else [EXPERIMENTS[name]]
+    known = sorted({dataset for experiment in experiments for dataset in experiment.datasets})
+    for dataset in datasets:
+        if dataset not in known:
+            usable = f"Known: {', '.join(known)}." if known else "It needs none."
+            raise InputError(f"`--data` must be a dataset that {name} can use; got {dataset!r}. {usable}")
+    return [
+        (experiment, dataset)
+        for experiment in experiments
+        for dataset in experiment.datasets or ("",)
+        if not datasets or dataset in datasets
+    ]

@@ -1,19 +1,14 @@
-"""Empirical defenses beside a certified one: what each keeps under attacks that do and do not know of it.
-
-    python -m patchguard.paper.empirical_defenses --model cifar10_resnet18 --certified cifar10 --data cifar10 \\
-        --root DIR --out DIR
+"""Empirical defenses beside a certified one: what each keeps under attacks that do and do not know it.
 
 Local gradient smoothing and digital watermarking repair what an attack on the bare network did; an attack through the
-cleaning finds what they leave. A certified accuracy is below every attacked one, whatever the attack.
+cleaning finds what they leave. A certified accuracy is below every attacked one, whatever the attack. The paper has no
+such table; `docs/case_study.md` explains this one.
 """
 
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -25,52 +20,117 @@ from patchguard.attacks.adaptive import Adaptive
 from patchguard.attacks.base import Attack, Images, Victim
 from patchguard.attacks.baselines import Colors, Copy
 from patchguard.attacks.patch_pgd import PatchPGD
-from patchguard.defenses import Undefended
 from patchguard.errors import InputError
 from patchguard.guards.local import LocalGuard
-from patchguard.paper import case_figures, study_command
-from patchguard.paper.empirical import SURROGATES, Cleaned, Cleaning, DigitalWatermarking, LocalGradientSmoothing
-from patchguard.paper.study_images import SMALL, StudyImages
-from patchguard.paper.victims import Watched, press
+from patchguard.paper import networks
+from patchguard.paper.context import Context, StudyImages
+from patchguard.paper.experiment import TITLES, Result, Row, Table, Value, to_percent
+from patchguard.paper.figures import BLUE, GRAY, GREEN, ORANGE, draw_bars, new_figure
+from patchguard.paper.image_cleaning import SURROGATES, Cleaned, Cleaning, DigitalWatermarking, LocalGradientSmoothing
+from patchguard.paper.study_attacks import extend_attack, with_progress
 from patchguard.patch import Patch
-from patchguard.runs import metrics
-from patchguard.storage import zoo
+from patchguard.runs.metrics import proportion
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-NAMES = {
-    "none": "none",
-    "local_gradient_smoothing": "LGS",
-    "digital_watermarking": "DW",
+CPU_IMAGES = 120  # evenly spaced, where no limit is given: about half an hour
+COLUMNS = {
+    "clean": "clean",
+    "plain": "attack on the bare network",
+    "adaptive": "adaptive attack",
     "certified": "certified",
 }
-COLUMNS = ("clean", "plain", "adaptive", "certified")
+
+ATTACK = PatchPGD(steps=60, step=0.05, locations=2)
+ADAPTIVE = Adaptive(steps=60, locations=2)
 
 Progress = Callable[[str, int], None]
 
 
 @final
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Kept:
-    """Which images of a batch a victim gets right: as they are, after the plain attack, and after one made for it.
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How the comparison is made: `attack` on the bare and the cleaned network, `adaptive` on the certified guard.
 
-    The plain attack is made on the bare network and knows no defense. `adaptive` counts what withstands both.
-    `certified`: right, and proved to stay so; None where nothing can be proved.
+    A cleaned network is also attacked at its most sensitive positions and, as its gradient may hide what pixels do, by
+    `tries` single colors and as many pieces of other images.
     """
 
-    clean: Bool[Tensor, " batch"]
-    plain: Bool[Tensor, " batch"]
-    adaptive: Bool[Tensor, " batch"]
-    certified: Bool[Tensor, " batch"] | None = None
+    attack: PatchPGD = ATTACK
+    adaptive: Adaptive = ADAPTIVE
+    tries: int = 50
+    area: float = 0.03
+    seed: int = 0
+    batch_pixels: int | None = None
+
+
+def run(context: Context, dataset: str) -> Result:
+    """Compare the undefended network, its two cleanings and the certified model of the dataset."""
+    network, certified_network = networks.resnets(dataset)[-1], networks.double_masking_network(dataset)
+    assert certified_network is not None
+    name, certified_name = context.choose(network.names), context.choose(certified_network.names)
+    limit = context.limit or (CPU_IMAGES if context.device.type == "cpu" else None)
+    guard, images = context.load_images(name, dataset, limit)
+    certified = context.guard(certified_name)
+    certified = certified if dataset == "cifar10" else certified.without_preprocess()
+    certified.windows(Patch(1), *images.size)  # traced while it lies on the CPU
+    certified.model.to(device=context.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    options = Options(seed=context.seed)
+    kept = compare(guard, images, options, certified=certified, progress=context.count_steps(name))
+    notes = {"certified": certified_name}
+    rows = [
+        Row(
+            label=defense.replace("_", " "),
+            ours=tuple(accuracies(each).values()),
+            note=f"{notes.get(defense, name)}, {len(images):,} images",
+        )
+        for defense, each in kept.items()
+    ]
+    height, width = images.size
+    patch = Patch.of_area(options.area, height=height, width=width)
+    title = f"Empirical and certified defenses on {TITLES[dataset]}, a patch of {patch.height} x {patch.width} px"
+    refuted = sum(int(each.refuted.sum()) for each in kept.values())
+    return Result(
+        tables=(Table(title=title, where="", columns=tuple(COLUMNS.values()), rows=tuple(rows)),),
+        figures={"empirical_defenses": partial(draw, kept, f"{len(images):,} images, {title.split(', a ')[1]}")},
+        notes=(f"Certified images that an attack broke: {refuted}.",),
+        settings={
+            "attack": {"name": "patch_pgd", **asdict(options.attack)},
+            "adaptive": {"name": "adaptive", **asdict(options.adaptive)},
+            "tries": options.tries,
+            "patch": [patch.height, patch.width],
+            "image_size": [height, width],
+            "cleanings": {
+                each: [asdict(cleaning) for cleaning in same]  # type: ignore[call-overload]
+                for each, same in make_cleanings(height, width).items()
+            },
+        },
+        refuted=refuted,
+    )
+
+
+@final
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Kept:
+    """Which images a victim labels correctly: as they are, after the plain attack, and after one made for it.
+
+    The plain attack is made on the bare network and knows no defense. `adaptive` counts what withstands both.
+    `certified`: correct, and proved to stay so; None where nothing can be proved.
+    """
+
+    clean: Bool[Tensor, " images"]
+    plain: Bool[Tensor, " images"]
+    adaptive: Bool[Tensor, " images"]
+    certified: Bool[Tensor, " images"] | None = None
 
     @property
-    def refuted(self) -> Bool[Tensor, " batch"]:
-        """Certified images that an attack turned all the same: there must be none."""
+    def refuted(self) -> Bool[Tensor, " images"]:
+        """Certified images that an attack broke all the same: there must be none."""
         return torch.zeros_like(self.clean) if self.certified is None else self.certified & ~self.adaptive
 
 
-def kept(
+def attack_victim(
     victims: Sequence[Victim],
     images: Images,
     target: Int64[Tensor, " batch"],
@@ -81,29 +141,25 @@ def kept(
     seed: int = 0,
     numbers: Sequence[int] | None = None,
 ) -> Kept:
-    """Return what a victim keeps right: images, the same after an attack on another (`plain`), and after its own.
+    """Return what a victim labels correctly: images, the same after an attack on another (`plain`), after its own.
 
-    `victims` are one and the same, with different gradients; each meets every attack, with what those before have left.
-    A LocalGuard with a defense is certified, too.
+    `victims` are one and the same, with different gradients; each meets every attack, with the images that those before
+    have left.
     """
     victim = victims[0]
     withstands = victim.predict(plain).label == target
     left = withstands.clone()
-    named = range(len(images)) if numbers is None else numbers
+    known = range(len(images)) if numbers is None else numbers
     for each, attack in product(victims, attacks):
         rows = left.nonzero().squeeze(1)
         if len(rows):
-            some = [named[row] for row in rows.tolist()]
+            some = [known[row] for row in rows.tolist()]
             left[rows] = ~attack(each, images[rows], target[rows], patch, seed=seed, numbers=some).broken
-    proved = None
-    if isinstance(victim, LocalGuard) and not isinstance(victim.defense, Undefended):
-        certificate = victim.certify(images, patch)
-        proved = (certificate.certified & (certificate.label == target)).cpu()
     clean = victim.predict(images).label == target
-    return Kept(clean=clean.cpu(), plain=withstands.cpu(), adaptive=left.cpu(), certified=proved)
+    return Kept(clean=clean.cpu(), plain=withstands.cpu(), adaptive=left.cpu())
 
 
-def cleanings(height: int, width: int) -> dict[str, list[Cleaning]]:
+def make_cleanings(height: int, width: int) -> dict[str, list[Cleaning]]:
     """Return the empirical defenses for images of this size, each with all gradients that an attack tries."""
     smoothing = LocalGradientSmoothing.fitted(height, width)
     return {
@@ -112,169 +168,71 @@ def cleanings(height: int, width: int) -> dict[str, list[Cleaning]]:
     }
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How the comparison is made: `attack` on the bare and the cleaned network, `adaptive` on the certified guard.
-
-    A cleaned network is also attacked at the places that it fears most, and, as its gradient may hide what pixels do,
-    by `tries` single colours and as many pieces of other images.
-    """
-
-    attack: PatchPGD
-    adaptive: Adaptive
-    tries: int = 50
-    area: float = 0.03
-    seed: int = 0
-    batch_pixels: int | None = None
-
-
-def run(
+def compare(
     guard: LocalGuard[Any],
     images: StudyImages,
     options: Options,
     *,
     certified: LocalGuard[Any] | None = None,
     progress: Progress = lambda stage, count: None,
-) -> dict[str, Any]:
-    """Return the comparison as JSON: clean, plainly attacked, adaptively attacked and certified accuracy per defense.
+) -> dict[str, Kept]:
+    """Return, per defense, which images stay correct: clean, plainly attacked, adaptively attacked, certified.
 
     `guard` is the undefended network, bare and behind each cleaning; `certified` another one, whose masks are refitted
     to the patch.
     """
-    if not isinstance(guard.defense, Undefended):
+    if guard.defense.defends:
         raise InputError(f"`guard` must be undefended; got {type(guard.defense).__name__}. Give a plain ResNet.")
     device = runtime.device_and_dtype(guard.model)[0]
     height, width = images.size
     patch = Patch.of_area(options.area, height=height, width=width)
-    proven = None if certified is None else certified.for_patch(patch, height, width)
-    feared = replace(options.attack, search="occlusion")
-    attacks = [options.attack, feared, Colors(tries=options.tries), Copy(tries=options.tries)]
-    found: dict[str, list[Kept]] = {}
-    for numbers, pixels, target in images.batches(device, options.batch_pixels):
-        shared: dict[str, Any] = {"seed": options.seed, "numbers": numbers}
+    fitted = None if certified is None else certified.for_patch(patch, height, width)
+    sensitive = replace(options.attack, search="occlusion")
+    attacks = [options.attack, sensitive, Colors(tries=options.tries), Copy(tries=options.tries)]
+    batches: dict[str, list[Kept]] = {}
+    for indices, pixels, target in images.batches(device, options.batch_pixels):
+        draws: dict[str, Any] = {"seed": options.seed, "numbers": indices}
         # To its end, not to its first success: what just crosses the border of a class is undone by any cleaning.
-        watched = Watched(guard, partial(progress, "none"))
-        made = options.attack(watched, pixels, target, patch, **shared)
-        plain = press(watched, pixels, target, patch, made, options.attack.schedule, **shared)
-        stays = guard.predict(plain).label == target
-        bare = Kept(
-            clean=(guard.predict(pixels).label == target).cpu(),
-            plain=stays.cpu(),
-            adaptive=(stays & ~made.broken).cpu(),
-        )
-        found.setdefault("none", []).append(bare)
-        for name, same in cleanings(height, width).items():
-            victims = [Watched(Cleaned(guard, cleaning), partial(progress, name)) for cleaning in same]
-            found.setdefault(name, []).append(kept(victims, pixels, target, plain, attacks, patch, **shared))
-        if proven is not None:
-            progress("certified", 0)
-            found.setdefault("certified", []).append(
-                kept([proven], pixels, target, plain, [options.adaptive], patch, **shared)
-            )
+        bare = with_progress(guard, partial(progress, "none"))
+        broken = options.attack(bare, pixels, target, patch, **draws)
+        plain = extend_attack(bare, pixels, target, patch, broken, options.attack.schedule, **draws)
+        none = attack_victim([guard], pixels, target, plain, [], patch)
+        batches.setdefault("none", []).append(replace(none, adaptive=none.adaptive & ~broken.broken.cpu()))
+        for name, same in make_cleanings(height, width).items():
+            victims = [with_progress(Cleaned(guard, cleaning), partial(progress, name)) for cleaning in same]
+            kept = attack_victim(victims, pixels, target, plain, attacks, patch, **draws)
+            batches.setdefault(name, []).append(kept)
+        if fitted is not None:
+            kept = attack_victim([fitted], pixels, target, plain, [options.adaptive], patch, **draws)
+            certificate = fitted.certify(pixels, patch)
+            proved = (certificate.certified & (certificate.label == target)).cpu()
+            batches.setdefault("certified", []).append(replace(kept, certified=proved))
             progress("certified", len(target))
-    return {
-        "images": len(images),
-        "settings": {
-            "attack": {"name": "patch_pgd", **asdict(options.attack)},
-            "adaptive": {"name": "adaptive", **asdict(options.adaptive)},
-            "tries": options.tries,
-            "patch": [patch.height, patch.width],
-            "image_size": list(images.size),
-            "cleanings": {name: [_settings(each) for each in same] for name, same in cleanings(height, width).items()},
-            "seed": options.seed,
-        },
-        "defenses": {name: _row(parts) for name, parts in found.items()},
-        "environment": runtime.describe_environment(),
-    }
+    return {name: _concatenate(parts) for name, parts in batches.items()}
 
 
-def _settings(cleaning: Any) -> dict[str, Any]:
-    return asdict(cleaning)
+def _concatenate(parts: Sequence[Kept]) -> Kept:
+    columns: dict[str, Any] = {column: [getattr(part, column) for part in parts] for column in COLUMNS}
+    joined: dict[str, Any] = {key: None if each[0] is None else torch.cat(each) for key, each in columns.items()}
+    return Kept(**joined)
 
 
-def _row(parts: Sequence[Kept]) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    for column in COLUMNS:
-        values = [getattr(part, column) for part in parts]
-        joined = None if values[0] is None else torch.cat(values)
-        row[column] = None if joined is None else metrics.share(int(joined.sum()), len(joined))
-    row["certified_and_broken"] = None if row["certified"] is None else sum(int(part.refuted.sum()) for part in parts)
-    return row
+def accuracies(kept: Kept) -> dict[str, Value]:
+    """Return the columns of a row."""
+    marks = {column: getattr(kept, column) for column in COLUMNS}
+    return {column: None if each is None else proportion(int(each.sum()), len(each)) for column, each in marks.items()}
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
-def figure(summary: dict[str, Any]) -> "Figure":
-    """Return the comparison as bars."""
-    rows = summary["defenses"]
-    drawn, axes = case_figures.empty()
-    colours = {"clean": "#999999", "plain": "#1f5fa8", "adaptive": "#d9731a", "certified": "#2c8a4b"}
-    labels = {"plain": "attack on the bare network", "adaptive": "adaptive attack"}
+def draw(kept: Mapping[str, Kept], title: str) -> "Figure":
+    """Draw the comparison as bars."""
+    figure, axes = new_figure()
+    rows = [accuracies(each) for each in kept.values()]
     series = [
-        (
-            labels.get(column, column),
-            colours[column],
-            [100 * ((row[column] or {}).get("share") or 0.0) for row in rows.values()],
-        )
-        for column in COLUMNS
+        (label, color, [to_percent(row[column]) or 0.0 for row in rows])
+        for (column, label), color in zip(COLUMNS.items(), (GRAY, BLUE, ORANGE, GREEN), strict=True)
     ]
-    case_figures.bars(axes, [NAMES[name] for name in rows], series)
+    names = {"local_gradient_smoothing": "LGS", "digital_watermarking": "DW"}
+    draw_bars(axes, [names.get(name, name) for name in kept], series)
     axes.set_ylabel("accuracy, %")
-    side = summary["settings"]["patch"]
-    axes.set_title(f"{summary['images']:,} images, patch of {side[0]} x {side[1]} pixels", loc="left")
-    return drawn
-
-
-def shown(summary: dict[str, Any]) -> str:
-    """Return the table of a summary as text."""
-    rows = [["accuracy, %", "clean", "plain attack", "adaptive attack", "certified"]]
-    for name, row in summary["defenses"].items():
-        rows.append(
-            [NAMES[name], *("-" if row[each] is None else study_command.percent(row[each]) for each in COLUMNS)]
-        )
-    return study_command.table(rows)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare the defenses on a set of images and write summary.json and a figure; 3 if a certificate is refuted."""
-    parser = study_command.parser("empirical_defenses", "Empirical defenses beside a certified one, under attack.")
-    parser.add_argument("--certified", help="the certified guard beside them: a name or a file (default: none)")
-    chosen = parser.parse_args(arguments)
-    try:
-        guard, images = study_command.opened(chosen)
-        certified = None
-        if chosen.certified:
-            certified = zoo.load_guard(chosen.certified)
-            certified = certified if chosen.data in SMALL else certified.without_preprocess()
-            certified.windows(Patch(1), *images.size)  # traced while it lies on the CPU
-            study_command.place(certified, runtime.resolve_device(chosen.device))
-        options = Options(
-            attack=study_command.attack_of(chosen),
-            adaptive=Adaptive(steps=chosen.steps, locations=chosen.locations),
-            area=chosen.area,
-            seed=chosen.seed,
-        )
-        begun = time.monotonic()
-        summary = run(guard, images, options, certified=certified, progress=study_command.Line())
-        summary |= {
-            "dataset": study_command.dataset_of(chosen.data),
-            "model": Path(chosen.model).stem,
-            "certified_model": None if certified is None else Path(chosen.certified).stem,
-            "seconds": time.monotonic() - begun,
-        }
-        study_command.write(chosen.out, summary, {"empirical_defenses": figure(summary)})
-    except InputError as error:
-        sys.stderr.write(f"{error}\n")
-        return 1
-    sys.stdout.write(shown(summary))
-    refuted = (summary["defenses"].get("certified") or {}).get("certified_and_broken") or 0
-    if refuted:
-        sys.stderr.write(f"{refuted} certified images were broken: a certificate is wrong. Report this as a bug.\n")
-        return 3
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    axes.set_title(title, loc="left")
+    return figure

@@ -28,11 +28,11 @@ from patchguard.guards.local import LocalGuard
 from patchguard.models import LocalModel, build
 from patchguard.paper import published
 from patchguard.paper.context import Context
+from patchguard.paper.counting import CONFIDENCE, VOTE
 from patchguard.paper.experiment import Result, Row, Table
-from patchguard.paper.tally import CONFIDENCE, LOGITS, SIGNED, VOTE
+from patchguard.paper.fast_certificates import LOGITS, SIGNED
 from patchguard.patch import Patch
 
-WHERE = "tab-time"
 ANY_MASKS = Windows.sliding(grid=(1, 1), size=(1, 1))
 BASE = {
     "ResNet-50": "ResNet-50",
@@ -68,81 +68,69 @@ ON_CPU = Sizes(batch=4, band_batch=1, rounds=3)
 
 def run(context: Context, dataset: str) -> Result:
     """Measure on the context's device."""
-    sizes = Sizes() if context.device.type == "cuda" else ON_CPU
-    return result(context.device, sizes)
+    return make_tables(context.device, Sizes() if context.device.type == "cuda" else ON_CPU)
 
 
-def result(device: torch.device, sizes: Sizes) -> Result:
+def make_tables(device: torch.device, sizes: Sizes) -> Result:
     """Measure and tabulate."""
-    found = measured(device, sizes)
+    times = measure_times(device, sizes)
     theirs = {name: (time, time / published.TIME[BASE[name]], None) for name, time in published.TIME.items()}
-    rows, beside = [], []
+    rows: list[Row] = []
+    beside: list[Row] = []
     for name in BASE:
-        single, many = found[name]
-        ours = (single.median, single.median / found[BASE[name]][0].median, many.median)
-        note = f"{single.least:.3g} to {single.largest:.3g} ms over {sizes.rounds} rounds"
-        if name in theirs:
-            rows.append(Row(label=name, ours=ours, published=theirs[name], note=note))
-        else:
-            beside.append(Row(label=name, ours=ours, note=note))
+        single, batched = (statistics.median(each) for each in times[name])
+        ours = (single, single / statistics.median(times[BASE[name]][0]), batched)
+        note = f"{min(times[name][0]):.3g} to {max(times[name][0]):.3g} ms over {sizes.rounds} rounds"
+        row = Row(label=name, ours=ours, published=theirs.get(name, ()), note=note)
+        (rows if name in theirs else beside).append(row)
     columns = ("one image, ms", "times its network", "per image in a batch, ms")
-    faster = found["Mask-DS"][0].median / found["Mask-BN"][0].median
+    slower = statistics.median(times["Mask-DS"][0]) / statistics.median(times["Mask-BN"][0])
     return Result(
         tables=(
-            Table(title="Time per image", where=WHERE, columns=columns, rows=tuple(rows), unit="other"),
+            Table(title="Time per image", where="tab-time", columns=columns, rows=tuple(rows), unit="other"),
             Table(title="Beside the paper", where="", columns=columns, rows=tuple(beside), unit="other"),
         ),
         notes=(
-            f"Mask-DS takes {faster:.1f} times as long as Mask-BN; in the paper "
+            f"Mask-DS takes {slower:.1f} times as long as Mask-BN; in the paper "
             f"{published.TIME['Mask-DS'] / published.TIME['Mask-BN']:.1f} times.",
             f"Batches of {sizes.batch} images, {sizes.band_batch} for bands; float32 without TF32; random weights.",
             "Milliseconds of another machine than the paper's: compare the ratios.",
         ),
-        settings={**vars(sizes), "device": _described(device)},
+        settings={**vars(sizes), "device": _describe_device(device)},
     )
 
 
-def _described(device: torch.device) -> str:
+def _describe_device(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
 
 
 # -- clocks ------------------------------------------------------------------------------------------------------------
 
 
-@final
-@dataclass(frozen=True)
-class Times:
-    """Milliseconds per image over all rounds."""
-
-    median: float
-    least: float
-    largest: float
-
-
-def in_turn(tasks: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+def time_in_turn(tasks: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, list[float]]:
     """Return the seconds of each task in each round, all tasks in turn; a first round is not counted."""
-    taken: dict[str, list[float]] = {name: [] for name in tasks}
+    seconds: dict[str, list[float]] = {name: [] for name in tasks}
     for turn in range(rounds + 1):
         for name, task in tasks.items():
-            _wait(device)
-            begun = time.perf_counter()
+            _synchronize(device)
+            started = time.perf_counter()
             task()
-            _wait(device)
+            _synchronize(device)
             if turn:
-                taken[name].append(time.perf_counter() - begun)
-    return taken
+                seconds[name].append(time.perf_counter() - started)
+    return seconds
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def measured(device: torch.device, sizes: Sizes) -> dict[str, tuple[Times, Times]]:
-    """Return times for one image at a time and, per image, for batches."""
-    answers = _answers(device, sizes)
+def measure_times(device: torch.device, sizes: Sizes) -> dict[str, tuple[list[float], list[float]]]:
+    """Return the milliseconds per image of every round: for one image at a time, and for batches."""
+    answers = _make_answers(device, sizes)
     generator = torch.Generator().manual_seed(0)
-    found: list[dict[str, Times]] = []
+    times: list[dict[str, list[float]]] = []
     for single in (True, False):
         tasks: dict[str, Callable[[], Any]] = {}
         counts: dict[str, int] = {}
@@ -150,33 +138,28 @@ def measured(device: torch.device, sizes: Sizes) -> dict[str, tuple[Times, Times
             counts[name] = 1 if single else sizes.batch if side == sizes.side else sizes.band_batch
             images = torch.rand(counts[name], 3, side, side, generator=generator).to(device)
             tasks[name] = partial(answer, images)
-        seconds = in_turn(tasks, sizes.rounds, device)
-        found.append({name: _times(seconds[name], counts[name]) for name in tasks})
-    return {name: (found[0][name], found[1][name]) for name in answers}
+        seconds = time_in_turn(tasks, sizes.rounds, device)
+        times.append({name: [1e3 * each / counts[name] for each in seconds[name]] for name in tasks})
+    return {name: (times[0][name], times[1][name]) for name in answers}
 
 
-def _times(seconds: list[float], images: int) -> Times:
-    each = [1e3 * taken / images for taken in seconds]
-    return Times(statistics.median(each), min(each), max(each))
-
-
-def _answers(device: torch.device, sizes: Sizes) -> dict[str, tuple[Callable[[Tensor], Any], int]]:
+def _make_answers(device: torch.device, sizes: Sizes) -> dict[str, tuple[Callable[[Tensor], Any], int]]:
     """Return, by row, the function from images to an answer, and the side of its images."""
     side, patch = sizes.side, Patch(sizes.patch)
     settings = {"classes": sizes.classes, "width": sizes.width}
-    residual, bagnet, bands = (
+    resnet, bagnet, bands = (
         build(name, **settings).to(device=device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
         for name in ("resnet50", "bagnet17", "ds_resnet50")
     )
-    calm(bagnet)
+    shrink_logits(bagnet)
     mask_bn = LocalGuard(Preprocess(), bagnet, LOGITS, RobustMasking(masks=ANY_MASKS)).for_patch(patch, side, side)
     double = LocalGuard(Preprocess(), bagnet, SIGNED, DoubleMasking(masks=ANY_MASKS)).for_patch(patch, side, side)
     wide, large = sizes.band_side, Patch(sizes.band_patch)
     mask_ds = LocalGuard(Preprocess(), bands, CONFIDENCE, RobustMasking(masks=ANY_MASKS)).for_patch(large, wide, wide)
     smoothing = LocalGuard(Preprocess(), bands, VOTE, MajorityVote())
     return {
-        "ResNet-50": (_plain(residual, device), side),
-        "BagNet-17": (_plain(bagnet, device), side),
+        "ResNet-50": (_predict_undefended(resnet, device), side),
+        "BagNet-17": (_predict_undefended(bagnet, device), side),
         "DS-25-ResNet": (smoothing.predict, wide),
         "Mask-BN": (mask_bn.predict, side),
         "Mask-DS": (mask_ds.predict, wide),
@@ -186,7 +169,7 @@ def _answers(device: torch.device, sizes: Sizes) -> dict[str, tuple[Callable[[Te
     }
 
 
-def calm(model: LocalModel) -> None:
+def shrink_logits(model: LocalModel) -> None:
     """Scale the last layer of random weights until logits are as small as those of trained networks."""
     device, _ = runtime.device_and_dtype(model)
     with torch.no_grad():
@@ -195,7 +178,7 @@ def calm(model: LocalModel) -> None:
             parameter.mul_(10.0 / max(largest, 1e-6))
 
 
-def _plain(model: LocalModel, device: torch.device) -> Callable[[Tensor], Tensor]:
+def _predict_undefended(model: LocalModel, device: torch.device) -> Callable[[Tensor], Tensor]:
     """Return the undefended answer: the class with the largest mean of local logits."""
 
     @torch.no_grad()

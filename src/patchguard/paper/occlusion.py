@@ -3,9 +3,9 @@
 The paper claims (apx-large-patch): a block of 96 x 96 in 224 x 224 pixels can cover the entire salient object and make
 classification almost impossible; Mask-BN-17 still has 91.1 % clean and 50.7 % provable accuracy against such patches.
 
-Ours: the block is put over the window with the most evidence for the true class, grey, image by image, and networks are
-asked again. The picture shows five images; the table says how often Mask-BN, the plain sum of its logits and an
-undefended ResNet-50 are right with and without the block. A grey block is no attack: its accuracy lies above what is
+Ours: a gray block covers the window with the most evidence for the true class, image by image, and networks are asked
+again. The picture shows five images; the table says how often Mask-BN, the plain sum of its logits and an undefended
+ResNet-50 are correct with and without the block. A gray block is no attack: accuracy under it lies above what is
 certified.
 """
 
@@ -19,8 +19,6 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from patchguard.data.decode import Unreadable
-from patchguard.data.loading import decoded
 from patchguard.defenses import RobustMasking, Undefended, ties
 from patchguard.defenses.base import select
 from patchguard.defenses.window_sums import sums
@@ -28,113 +26,114 @@ from patchguard.geometry.field import Axis
 from patchguard.geometry.preprocess import Preprocess
 from patchguard.geometry.windows import Windows
 from patchguard.guards.local import LocalGuard
-from patchguard.paper import models, published
+from patchguard.paper import networks, published
+from patchguard.paper.cached_logits import CachedLogits, prepared_batches
 from patchguard.paper.context import Context
 from patchguard.paper.experiment import TITLES, Missing, Result, Row, Table
-from patchguard.paper.maps import Maps
-from patchguard.paper.tally import LOGITS, SIGNED
+from patchguard.paper.fast_certificates import LOGITS, SIGNED
+from patchguard.paper.figures import RED
 from patchguard.patch import Patch
-from patchguard.runs import metrics
-from patchguard.runs.metrics import Share
+from patchguard.runs.metrics import proportion
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WHERE = "fig-large-patch-visu"
 SIDE = 96
 SHOWN = 5
-GREY = 0.5
-AT_ONCE = {"cpu": 8, "cuda": 256}
-Guards = Mapping[str, LocalGuard[Any]]
+GRAY_LEVEL = 0.5
+BATCH = {"cpu": 8, "cuda": 256}
 COLUMNS = ("clean", "with the block", "provable")
+
+Images = Float[Tensor, "some 3 height width"]
+Guards = Mapping[str, LocalGuard[Any]]
 
 
 def run(context: Context, dataset: str) -> Result:
     """Cover every image where it says most about its class, and show some of them."""
-    network = models.bagnet(dataset)
-    nothing = (None, None, None)
+    network, resnet = networks.bagnet(dataset), networks.resnet50(dataset)
+    title = f"A block of {SIDE} x {SIDE} pixels on {TITLES[dataset]}"
     clean, provable = published.LARGE_PATCH.get(dataset, {}).get(f"{SIDE}x{SIDE}", (None, None))
-    theirs = (clean, None, provable)
-    context.images(dataset)
+    theirs, blank = (clean, None, provable), (None, None, None)
     try:
-        maps = context.maps(network.names, dataset)
+        logits = context.logits(network.names, dataset)
     except Missing as missing:
-        row = Row(label=network.label, ours=nothing, published=theirs, note=str(missing))
-        return Result(tables=(Table(title=_title(dataset), where=WHERE, columns=COLUMNS, rows=(row,)),))
-    patch = Patch(min(SIDE, *(size - 1 for size in maps.size)))
-    guard = replace(maps.guard, evidence=LOGITS, defense=RobustMasking(masks=maps.windows(patch)))
+        row = Row(label=network.label, ours=blank, published=theirs, note=str(missing))
+        return Result(tables=(Table(title=title, where="fig-large-patch-visu", columns=COLUMNS, rows=(row,)),))
+    patch = Patch(min(SIDE, *(size - 1 for size in logits.size)))
+    guard = replace(logits.guard, evidence=LOGITS, defense=RobustMasking(masks=logits.windows(patch)))
     plain = replace(guard, evidence=SIGNED, defense=Undefended())
     guards = {"Mask-BN": guard, "the same network, logits added up": plain}
-    residual = context.find(models.residual(dataset).names)
-    other = {} if residual is None else {"ResNet-50": replace(context.guard(residual), preprocess=Preprocess())}
-    found = answered(context, maps, patch, guards, other)
-    rows, seeing = [], next(iter(other or guards))
-    for name in (*guards, *other):
-        proved: Share | None = found.share(found.proved) if name == "Mask-BN" else None
-        ours = (found.share(found.right[name, False]), found.share(found.right[name, True]), proved)
-        note = maps.model if name in guards else residual or ""
-        known = theirs if name == "Mask-BN" else nothing
-        rows.append(Row(label=name, ours=ours, published=known, note=note, reason=models.trained(note)))
-    if residual is None:
-        reason = f"not run: no ResNet-50 here. {context.command(models.residual(dataset).names[0])}"
-        rows.append(Row(label="ResNet-50", ours=nothing, note=reason))
+    name = context.find(resnet.names)
+    others = {} if name is None else {"ResNet-50": context.guard(name).without_preprocess()}
+    counts = count_correct(context, logits, patch, guards, others)
+    total, rows = len(logits), []
+    for label in (*guards, *others):
+        model = logits.model if label in guards else name or ""
+        row = Row(
+            label=label,
+            ours=(
+                *(proportion(counts.correct[label, block], total) for block in (False, True)),
+                proportion(counts.certified, total) if label == "Mask-BN" else None,
+            ),
+            published=theirs if label == "Mask-BN" else blank,
+            note=model,
+            reason=networks.describe_training(model),
+        )
+        rows.append(row)
+    if name is None:
+        note = f"not run: no ResNet-50 here. {context.command(resnet.names[0])}"
+        rows.append(Row(label="ResNet-50", ours=blank, note=note))
+    best = next(iter(others or guards))
     return Result(
-        tables=(Table(title=_title(dataset), where=WHERE, columns=COLUMNS, rows=tuple(rows)),),
-        figures={"occlusion": lambda: figure(found.pictures, maps.guard.class_names, patch)},
+        tables=(Table(title=title, where="fig-large-patch-visu", columns=COLUMNS, rows=tuple(rows)),),
+        figures={"occlusion": lambda: draw(counts.pictures, logits.guard.class_names, patch)},
         notes=(
-            f"The grey block of {patch.height} x {patch.width} px lies over the window with the most evidence for "
-            "the true class. Certified images stay right under it, and many others do, too: grey is no attack.",
-            f"The paper calls classification under such a block almost impossible. Under it {seeing} is still right "
-            f"about {100 * found.right[seeing, True] / found.of:.1f} %.",
+            f"The gray block of {patch.height} x {patch.width} px covers the window with the most evidence for the "
+            "true class. Certified images stay correct under it, and many others do, too: gray is no attack.",
+            f"The paper calls classification under such a block almost impossible. Under it {best} is still correct "
+            f"on {100 * counts.correct[best, True] / total:.1f} %.",
         ),
-        settings={"block": [patch.height, patch.width], "grey": GREY},
+        settings={"block": [patch.height, patch.width], "gray": GRAY_LEVEL},
     )
-
-
-def _title(dataset: str) -> str:
-    return f"A block of {SIDE} x {SIDE} pixels on {TITLES.get(dataset, dataset)}"
 
 
 # -- where the block lies ----------------------------------------------------------------------------------------------
 
 
-def place_of(axis: Axis, length: int, start: int, stop: int) -> int:
-    """Return the middle one of the positions from which `length` pixels reach just the cells start .. stop - 1."""
-    wanted = np.zeros(axis.cells, dtype=bool)
-    wanted[start:stop] = True
-    exact = [
-        position
-        for position in range(axis.size - length + 1)
-        if bool((axis.touched_cells(position, length) == wanted).all())
-    ]
-    return exact[len(exact) // 2]
-
-
-def places(maps: Maps, patch: Patch, windows: Windows, device: torch.device) -> Int64[np.ndarray, "images 2"]:
+def block_positions(
+    logits: CachedLogits, patch: Patch, windows: Windows, device: torch.device
+) -> Int64[np.ndarray, "images 2"]:
     """Return, per image, the corner of the block over the window with the most evidence for the true class."""
-    field = maps.guard.field(*maps.size)
+    field = logits.guard.field(*logits.size)
     corners = np.array(
         [
-            (place_of(field.rows, patch.height, a, b), place_of(field.columns, patch.width, c, d))
+            (_middle_position(field.rows, patch.height, a, b), _middle_position(field.columns, patch.width, c, d))
             for a, b, c, d in windows.boxes.tolist()
         ]
     )
-    chosen = []
-    for local_logits, targets in maps.batches(device):
+    heaviest = []
+    for local_logits, targets in logits.batches(device):
         evidence = select(LOGITS(local_logits).values, targets).unsqueeze(1)
-        chosen.append(ties.argmax(sums(evidence, windows).squeeze(1), dim=1).cpu())
-    found: np.ndarray = corners[torch.cat(chosen).numpy()]
-    return found
+        heaviest.append(ties.argmax(sums(evidence, windows).squeeze(1), dim=1).cpu())
+    positions: np.ndarray = corners[torch.cat(heaviest).numpy()]
+    return positions
 
 
-def covered(
-    images: Float[Tensor, "some 3 height width"], corners: Int64[np.ndarray, "some 2"], patch: Patch
-) -> Float[Tensor, "some 3 height width"]:
-    """Return the images with a grey block at each corner."""
-    painted = images.clone()
-    for image, (top, left) in zip(painted, corners.tolist(), strict=True):
-        image[:, top : top + patch.height, left : left + patch.width] = GREY
-    return painted
+def _middle_position(axis: Axis, length: int, start: int, stop: int) -> int:
+    """Return the middle one of the positions from which `length` pixels reach just the cells start .. stop - 1."""
+    wanted = np.zeros(axis.cells, dtype=bool)
+    wanted[start:stop] = True
+    positions = range(axis.size - length + 1)
+    exact = [position for position in positions if bool((axis.touched_cells(position, length) == wanted).all())]
+    return exact[len(exact) // 2]
+
+
+def cover(images: Images, corners: Int64[np.ndarray, "some 2"], patch: Patch) -> Images:
+    """Return the images with a gray block at each corner."""
+    covered = images.clone()
+    for image, (top, left) in zip(covered, corners.tolist(), strict=True):
+        image[:, top : top + patch.height, left : left + patch.width] = GRAY_LEVEL
+    return covered
 
 
 # -- what networks say -------------------------------------------------------------------------------------------------
@@ -143,67 +142,63 @@ def covered(
 @final
 @dataclass(frozen=True)
 class Picture:
-    """One image with and without the block, and whether Mask-BN is right about it and proves it."""
+    """One image without and with the block, its true class, Mask-BN's label under the block, and if that is proved."""
 
     image: Float[Tensor, "3 height width"]
-    occluded: Float[Tensor, "3 height width"]
+    covered: Float[Tensor, "3 height width"]
     target: int
     label: int
-    proved: bool
+    certified: bool
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Answers:
-    """How often each network is right, without and with the block; for how many images that is proved; pictures."""
+class BlockCounts:
+    """How often each network is correct, without and with the block; how many images are certified; pictures."""
 
-    of: int
-    right: dict[tuple[str, bool], int]
-    proved: int
+    correct: dict[tuple[str, bool], int]
+    certified: int
     pictures: tuple[Picture, ...]
-
-    def share(self, right: int) -> Share:
-        """Return a count as a share of all images."""
-        return metrics.share(right, self.of)
 
 
 @torch.no_grad()
-def answered(context: Context, maps: Maps, patch: Patch, guards: Guards, other: Guards) -> Answers:
+def count_correct(context: Context, logits: CachedLogits, patch: Patch, guards: Guards, others: Guards) -> BlockCounts:
     """Ask the networks about every image, with and without the block.
 
-    `guards` are rules for the network of the maps, which hold its answers to clean images; the first is certified.
-    `other` has networks that must look at both.
+    `guards` are rules for the network of the logits, which hold its answers to clean images; the first is certified.
+    `others` are networks that must see both.
     """
-    device, windows, first = context.device, maps.windows(patch), next(iter(guards))
-    right = {(name, block): 0 for name in (*guards, *other) for block in (False, True)}
-    sure = []
-    for local_logits, targets in maps.batches(device):
+    device, windows, first = context.device, logits.windows(patch), next(iter(guards))
+    correct = {(name, block): 0 for name in (*guards, *others) for block in (False, True)}
+    parts = []
+    for local_logits, targets in logits.batches(device):
         for name, guard in guards.items():
-            right[name, False] += int((_label(guard, local_logits) == targets).sum())
-        proof = guards[first].defense.certify(guards[first].evidence(local_logits), windows)
-        sure.append((proof.certified & (proof.label == targets)).cpu())
-    proved = torch.cat(sure)
-    corners = places(maps, patch, windows, device)
-    wanted, pictures, done = _shown(maps.targets.tolist()), [], 0
-    with _placed((maps.guard, *other.values()), device):
-        for images in _batches(context, maps):
+            correct[name, False] += int((_label(guard, local_logits) == targets).sum())
+        certificate = guards[first].defense.certify(guards[first].evidence(local_logits), windows)
+        parts.append((certificate.certified & (certificate.label == targets)).cpu())
+    certified = torch.cat(parts)
+    corners = block_positions(logits, patch, windows, device)
+    prepared = logits.about["prepared"]
+    prepare = None if prepared is None else Preprocess.from_json(prepared)
+    shown, pictures, done = _choose_shown(logits.targets.tolist()), [], 0
+    with _on_device((logits.guard, *others.values()), device):
+        source, size = context.images(logits.dataset), BATCH.get(device.type, BATCH["cuda"])
+        for _, images in prepared_batches(source, prepare, device, size):  # those without logits are left out, too
             here = slice(done, done + len(images))
-            pixels, target = images.to(device), maps.targets[here].to(device)
-            occluded = covered(pixels, corners[here], patch)
-            local_logits = maps.guard.local_logits(occluded)
+            target, covered = logits.targets[here].to(device), cover(images, corners[here], patch)
+            local_logits = logits.guard.local_logits(covered)
             labels = {name: _label(guard, local_logits) for name, guard in guards.items()}
-            for name, guard in other.items():
-                labels[name] = guard.predict(occluded).label
-                right[name, False] += int((guard.predict(pixels).label == target).sum())
+            for name, guard in others.items():
+                labels[name] = guard.predict(covered).label
+                correct[name, False] += int((guard.predict(images).label == target).sum())
             for name, label in labels.items():
-                right[name, True] += int((label == target).sum())
-            for row in (number - done for number in wanted if here.start <= number < here.stop):
-                said = int(labels[first][row])
-                shown = (images[row], occluded[row].cpu())
-                pictures.append(Picture(*shown, target=int(target[row]), label=said, proved=bool(proved[done + row])))
+                correct[name, True] += int((label == target).sum())
+            for row in (index - done for index in shown if here.start <= index < here.stop):
+                answer = int(target[row]), int(labels[first][row]), bool(certified[done + row])
+                pictures.append(Picture(images[row].cpu(), covered[row].cpu(), *answer))
             done += len(images)
-            context.progress("occluded images", done, len(maps))
-    return Answers(of=done, right=right, proved=int(proved.sum()), pictures=tuple(pictures))
+            context.progress("covered images", done, len(logits))
+    return BlockCounts(correct=correct, certified=int(certified.sum()), pictures=tuple(pictures))
 
 
 def _label(guard: LocalGuard[Any], local_logits: Tensor) -> Tensor:
@@ -212,8 +207,8 @@ def _label(guard: LocalGuard[Any], local_logits: Tensor) -> Tensor:
 
 
 @contextmanager
-def _placed(guards: Sequence[LocalGuard[Any]], device: torch.device) -> Iterator[None]:
-    """Have networks on a device for a while."""
+def _on_device(guards: Sequence[LocalGuard[Any]], device: torch.device) -> Iterator[None]:
+    """Keep networks on a device inside the block."""
     try:
         for guard in guards:
             guard.model.to(device)
@@ -223,54 +218,34 @@ def _placed(guards: Sequence[LocalGuard[Any]], device: torch.device) -> Iterator
             guard.model.to("cpu")
 
 
-def _batches(context: Context, maps: Maps) -> Iterator[Float[Tensor, "some 3 height width"]]:
-    """Yield the images behind the maps as the network saw them; those that cannot be read have no map, either."""
-    prepared = maps.about["prepared"]
-    prepare = Preprocess() if prepared is None else Preprocess.from_json(prepared)
-    at_once = AT_ONCE.get(context.device.type, AT_ONCE["cuda"])
-    images: list[Tensor] = []
-    for image in decoded(context.images(maps.dataset)):
-        if isinstance(image, Unreadable):
-            continue
-        images.append(prepare(image[None].float() / 255))
-        if len(images) == at_once:
-            yield torch.cat(images)
-            images = []
-    if images:
-        yield torch.cat(images)
-
-
-def _shown(targets: Sequence[int]) -> list[int]:
-    """Return the first image of each of five classes, evenly spread over all."""
+def _choose_shown(targets: Sequence[int]) -> list[int]:
+    """Return the first image of each of five classes, evenly spaced among all."""
     present = sorted(set(targets))
-    chosen = [present[place * len(present) // SHOWN] for place in range(min(SHOWN, len(present)))]
+    chosen = [present[number * len(present) // SHOWN] for number in range(min(SHOWN, len(present)))]
     return [targets.index(target) for target in dict.fromkeys(chosen)]
 
 
 # -- the figure --------------------------------------------------------------------------------------------------------
 
 
-def figure(pictures: Sequence[Picture], names: Sequence[str], patch: Patch) -> "Figure":
-    """Return the images above, the same under the block below, with what Mask-BN says of each."""
+def draw(pictures: Sequence[Picture], class_names: Sequence[str], patch: Patch) -> "Figure":
+    """Draw the images above, the same under the block below, with what Mask-BN says of each."""
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(2.1 * len(pictures), 5), layout="constrained")
-    panels = made.subplots(2, len(pictures), squeeze=False)
+    def name_of(number: int) -> str:
+        return class_names[number].replace("_", " ") if number < len(class_names) else f"class {number}"
+
+    figure = Figure(figsize=(2.1 * len(pictures), 5), layout="constrained")
+    panels = figure.subplots(2, len(pictures), squeeze=False)
     for column, picture in enumerate(pictures):
-        for row, pixels in enumerate((picture.image, picture.occluded)):
+        for row, pixels in enumerate((picture.image, picture.covered)):
             panels[row, column].imshow(pixels.permute(1, 2, 0).clamp(0, 1).numpy())
             panels[row, column].axis("off")
-        panels[0, column].set_title(_name(names, picture.target), fontsize=10)
-        right = picture.label == picture.target
-        says = "still right" if right else f"now: {_name(names, picture.label)}"
-        more = "\nand certified" if picture.proved else "\nnot certified"
-        panels[1, column].set_title(says + more, fontsize=10, color="black" if right else "#c22f2f")
-    made.suptitle(
-        f"A block of {patch.height} x {patch.width} pixels where the evidence is strongest, and what Mask-BN says",
-        fontsize=12,
-    )
-    return made
-
-
-def _name(names: Sequence[str], number: int) -> str:
-    return names[number].replace("_", " ") if number < len(names) else f"class {number}"
+        panels[0, column].set_title(name_of(picture.target), fontsize=10)
+        correct = picture.label == picture.target
+        answer = "still correct" if correct else f"now: {name_of(picture.label)}"
+        more = "\nand certified" if picture.certified else "\nnot certified"
+        panels[1, column].set_title(answer + more, fontsize=10, color="black" if correct else RED)
+    size = f"{patch.height} x {patch.width}"
+    figure.suptitle(f"A block of {size} pixels where the evidence is strongest, and what Mask-BN says", fontsize=12)
+    return figure

@@ -5,266 +5,207 @@ robustness is lost where that one grows too large; (2) masking the alpha stronge
 are, works for any number of patches, at a lower bound on the true class that costs provable accuracy; (3) bounded sums,
 as those of CBN and DS, handle several patches, too.
 
-Ours: each of these rules on the maps, for one, two and three patches of the smallest size that the paper has for the
-set. For bands of columns, whose windows lie on one axis, robust masking with masks of two boxes against two patches is
-cheap enough to be exact at 32 columns, which the paper does not consider; where there are too many masks to go through,
-the row says so. Numbers are in the tables; `docs/theory.md` has the theorems.
+Ours: each of these rules on the cached logits, for one, two and three patches of the smallest size that the paper has
+for the dataset. For bands of columns, whose windows lie on one axis, robust masking with masks of two boxes against two
+patches is cheap enough to be exact at 32 columns, which the paper does not consider; where there are too many masks to
+go through, the row says so. `docs/theory.md` has the theorems.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
-from patchguard.defenses import CellMasking, ClippedSum, MajorityVote, Median, RobustMasking, TrimmedMean
-from patchguard.defenses.evidence import Evidence
+from patchguard.defenses import CellMasking, ClippedSum, MajorityVote, Median, TrimmedMean
 from patchguard.geometry.windows import Windows
-from patchguard.paper import models
+from patchguard.paper import networks
+from patchguard.paper.cached_logits import CachedLogits
 from patchguard.paper.context import Context
-from patchguard.paper.experiment import TITLES, Missing, Result, Row, Table, percent
-from patchguard.paper.maps import Maps
-from patchguard.paper.models import Network
-from patchguard.paper.tally import (
+from patchguard.paper.counting import (
+    CLEAN_ROBUST,
     CONFIDENCE,
-    LOGITS,
     PREDICTION,
-    SIGNED,
     TANH,
     VOTE,
-    Question,
+    clean_robust,
     count,
-    double_masking,
-    masking,
-    rounding,
-    told,
+    describe_rounding,
+    make_result,
 )
+from patchguard.paper.experiment import TITLES, Missing, Result, Row, Table, Value, to_percent
+from patchguard.paper.fast_certificates import LOGITS, SIGNED, Query, double_masking, masking, ranked
 from patchguard.patch import Patch
-from patchguard.runs.metrics import Share
+from patchguard.runs.summary import Proportion
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WHERE = "apx-multiple-patch"
 COUNTS = (1, 2, 3)
+COLUMNS = clean_robust(str(number) for number in COUNTS)
 SIDES = {"cifar10": 2}  # of each patch; for photos 1 % of 224 or 299 px
 BOXES = {"cifar10": (2, 4, 6, 8, 12, 16)}  # sides of the box that holds all patches
 PHOTO_BOXES = (23, 32, 48, 64, 96, 128)
-ENUMERATED = 2000  # unions of windows up to which masks of several boxes are tried
+MOST_UNIONS = 2000  # unions of windows up to which masks of several boxes are tried
+NO_CELL = "no cell left"
 
-Rule = Callable[[Windows], Question]
+Accuracies: TypeAlias = dict[
+    tuple[str, int], tuple[Proportion, Proportion]
+]  # clean and robust, by rule and number or side
 
 
 def run(context: Context, dataset: str) -> Result:
-    """Measure the rules on the maps of the set's networks."""
-    context.images(dataset)
-    studies, notes = [], []
-    for network in (*models.maskers(dataset), models.bands(dataset)):
+    """Measure the rules on the logits of the dataset's networks."""
+    tables, figures, notes = [], {}, []
+    for network in (*networks.masking_networks(dataset), networks.band_network(dataset)):
+        title = f"{network.label} on {TITLES[dataset]}"
         try:
-            maps = context.maps(network.names, dataset)
+            logits = context.logits(network.names, dataset)
         except Missing as missing:
-            studies.append(Study(network=network, why=str(missing)))
+            row = Row(label="all rules", ours=(None,) * len(COLUMNS), note=str(missing))
+            tables.append(Table(title=title, where=WHERE, columns=COLUMNS, rows=(row,)))
             continue
-        studies.append(studied(maps, network, context))
-        question = masking(maps.windows(Patch(side_of(maps))), _evidence(maps))
-        notes.append(told(rounding(maps, question, context.device), maps.model))
-    ran = [study for study in studies if not study.why]
-    return Result(
-        tables=tuple(table for study in studies for table in study.tables(TITLES[dataset])),
-        figures={f"several_patches_{study.model}": study.figure for study in ran},
-        notes=(
+        anywhere, merged, reasons = measure_rules(logits, context)
+        tables += make_tables(logits, title, anywhere, merged, reasons)
+        heading, side, rules = f"{network.label} ({logits.model})", patch_side(logits), make_rules(logits)
+        figures[f"several_patches_{logits.model}"] = partial(draw, heading, side, rules, anywhere, merged)
+        query = masking(logits.windows(Patch(patch_side(logits))), CONFIDENCE if has_bands(logits) else LOGITS)
+        notes.append(describe_rounding(logits, query, context.device))
+    return make_result(
+        tables,
+        (
             "The paper has no numbers for several patches.",
             "Cell masking, median and trimmed mean are certified without positions (any n cells, wherever they lie): "
             "they would hold for patches of any shape that reach as many cells.",
             *notes,
         ),
-        settings={"counts": list(COUNTS)},
+        figures,
+        {"counts": list(COUNTS)},
     )
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
-def side_of(maps: Maps) -> int:
-    """Return the side of one patch: the smallest of the paper's for the set."""
-    return SIDES.get(maps.dataset) or next(iter(models.patches(maps.dataset, maps.size[0]).values())).height
+def patch_side(logits: CachedLogits) -> int:
+    """Return the side of one patch: the smallest of the paper's for the dataset."""
+    return SIDES.get(logits.dataset) or next(iter(networks.patches(logits.dataset, logits.size[0]).values())).height
 
 
-def boxes_of(maps: Maps) -> tuple[int, ...]:
-    """Return the sides of boxes that may hold all patches and fit the image."""
-    return tuple(side for side in BOXES.get(maps.dataset, PHOTO_BOXES) if side <= min(maps.size))
-
-
-def _evidence(maps: Maps) -> Evidence:
-    """What the network was trained to be masked by: confidences of bands, else logits from 0 on."""
-    return CONFIDENCE if bands(maps) else LOGITS
-
-
-def bands(maps: Maps) -> bool:
+def has_bands(logits: CachedLogits) -> bool:
     """Whether cells are bands of columns."""
-    return maps.grid[0] == 1
+    return logits.grid[0] == 1
 
 
-def rules(maps: Maps) -> dict[str, Rule]:
-    """Return the rules for patches that may lie anywhere, by name."""
-    own = _evidence(maps)
-    signed = CONFIDENCE if bands(maps) else SIGNED
-    votes = VOTE if bands(maps) else PREDICTION
+def make_rules(logits: CachedLogits) -> dict[str, Callable[[Windows], Query | str]]:
+    """Return the rules for patches that may lie anywhere, by name; for some windows a rule gives a reason instead."""
+    bands, cells = has_bands(logits), logits.grid[0] * logits.grid[1]
+    own = CONFIDENCE if bands else LOGITS  # what the network was trained to be masked by
+    signed, votes, bounded = (CONFIDENCE, VOTE, CONFIDENCE) if bands else (SIGNED, PREDICTION, TANH)
+
+    def robust_masking(windows: Windows) -> Query | str:
+        too_many = windows.count > 1 and windows.regions > MOST_UNIONS
+        return "too many unions" if too_many else masking(windows, own)
+
+    def cell_masking(windows: Windows) -> Query | str:
+        area = windows.largest_area
+        return NO_CELL if area >= cells else ranked(CellMasking(cells=area, spatial=False), windows, own)
+
+    def trimmed_mean(windows: Windows) -> Query | str:
+        area = windows.largest_area
+        return NO_CELL if 2 * area >= cells else ranked(TrimmedMean(trim=area, spatial=False), windows, signed)
+
+    def median(windows: Windows) -> Query | str:
+        unlimited = not signed.bounded and 2 * windows.largest_area >= cells
+        return NO_CELL if unlimited else ranked(Median(spatial=False), windows, signed)
+
     return {
-        "robust masking, a mask per patch": lambda windows: masking(windows, own),
-        "cell masking": lambda windows: Question(
-            evidence=own, defense=CellMasking(cells=windows.largest_area, spatial=False), windows=windows
+        "robust masking, a mask per patch": robust_masking,
+        "cell masking": cell_masking,
+        "trimmed mean": trimmed_mean,
+        "median": median,
+        "sum of confidences" if bands else "clipped sum (CBN)": lambda windows: Query(
+            evidence=bounded, defense=ClippedSum(), windows=windows
         ),
-        "trimmed mean": lambda windows: Question(
-            evidence=signed, defense=TrimmedMean(trim=windows.largest_area, spatial=False), windows=windows
-        ),
-        "median": lambda windows: Question(evidence=signed, defense=Median(spatial=False), windows=windows),
-        "sum of confidences" if bands(maps) else "clipped sum (CBN)": lambda windows: Question(
-            evidence=CONFIDENCE if bands(maps) else TANH, defense=ClippedSum(), windows=windows
-        ),
-        "majority vote (DS)": lambda windows: Question(evidence=votes, defense=MajorityVote(), windows=windows),
+        "majority vote (DS)": lambda windows: Query(evidence=votes, defense=MajorityVote(), windows=windows),
     }
 
 
-def possible(question: Question, grid: tuple[int, int]) -> str:
-    """Return why a rule cannot answer for its windows; empty where it can."""
-    windows, defense = question.windows, question.defense
-    assert windows is not None
-    cells, taken = grid[0] * grid[1], windows.largest_area
-    if isinstance(defense, RobustMasking) and windows.count > 1 and windows.regions > ENUMERATED:
-        return "too many unions"
-    if isinstance(defense, CellMasking) and taken >= cells:
-        return "no cell left"
-    if isinstance(defense, TrimmedMean) and 2 * taken >= cells:
-        return "no cell left"
-    if isinstance(defense, Median) and not question.evidence.bounded and 2 * taken >= cells:
-        return "no cell left"
-    return ""
-
-
-# -- one network -------------------------------------------------------------------------------------------------------
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Study:
-    """What was found for one network: shares by rule and number of patches, and by box; or why there is nothing.
-
-    An entry of `anywhere` is (clean, robust), or the reason why the rule gives none.
-    """
-
-    network: Network
-    why: str = ""
-    model: str = ""
-    side: int = 0
-    anywhere: Mapping[tuple[str, int], tuple[Share, Share] | str] | None = None
-    merged: Mapping[tuple[str, int], tuple[Share, Share]] | None = None
-
-    def tables(self, title: str) -> tuple[Table, ...]:
-        """Return the two tables."""
-        where, name = WHERE, self.network.label
-        columns = tuple(f"{number} {kind}" for number in COUNTS for kind in ("clean", "robust"))
-        if self.why:
-            nothing = Row(label="all rules", ours=(None,) * len(columns), note=self.why)
-            return (Table(title=f"{name} on {title}", where=where, columns=columns, rows=(nothing,)),)
-        found, merged = self.anywhere or {}, self.merged or {}
-        rows = []
-        for rule in dict.fromkeys(rule for rule, _ in found):
-            entries = [found[rule, number] for number in COUNTS]
-            reasons = dict.fromkeys(entry for entry in entries if isinstance(entry, str))
-            ours: list[Any] = [
-                value for entry in entries for value in ((None, None) if isinstance(entry, str) else entry)
-            ]
-            rows.append(Row(label=rule, ours=tuple(ours), note="; ".join(reasons)))
-        boxes = [
-            Row(label=f"{rule}, all within {box} x {box} px", ours=merged[rule, box], note=self.model)
-            for rule, box in merged
-        ]
-        size = f"{self.side} x {self.side} px"
-        return (
-            Table(
-                title=f"{name} on {title}: patches of {size} anywhere ({self.model})",
-                where=where,
-                columns=columns,
-                rows=tuple(rows),
-            ),
-            Table(
-                title=f"{name} on {title}: patches merged into one box",
-                where=where,
-                columns=("clean", "robust"),
-                rows=tuple(boxes),
-            ),
-        )
-
-    def figure(self) -> "Figure":
-        """Return robust accuracy over the number of patches anywhere, and over the box that holds them all."""
-        return draw(self)
-
-
-def studied(maps: Maps, network: Network, context: Context) -> Study:
-    """Measure all rules on the maps of one network, in one pass."""
-    side = side_of(maps)
-    questions: dict[tuple[str, int], Question] = {}
-    answers: dict[tuple[str, int], tuple[Share, Share] | str] = {}
-    for name, rule in rules(maps).items():
+def measure_rules(logits: CachedLogits, context: Context) -> tuple[Accuracies, Accuracies, dict[tuple[str, int], str]]:
+    """Return accuracies for patches anywhere and for patches in one box, and why a rule has none, in one pass."""
+    evidence, signed = (CONFIDENCE, CONFIDENCE) if has_bands(logits) else (LOGITS, SIGNED)
+    queries: dict[tuple[bool, str, int], Query] = {}
+    reasons: dict[tuple[str, int], str] = {}
+    for name, rule in make_rules(logits).items():
         for number in COUNTS:
-            windows = replace(maps.windows(Patch(side)), count=number)
-            reason = possible(rule(windows), maps.grid)
-            answers[name, number] = reason
-            if not reason:
-                questions[name, number] = rule(windows)
-    boxed = {"robust masking": lambda windows: masking(windows, _evidence(maps)), "double masking": _double(maps)}
-    merged = {
-        (name, box): rule(maps.windows(Patch(box)))
-        for name, rule in boxed.items()
+            query = rule(replace(logits.windows(Patch(patch_side(logits))), count=number))
+            if isinstance(query, str):
+                reasons[name, number] = query
+            else:
+                queries[False, name, number] = query
+    boxes = [side for side in BOXES.get(logits.dataset, PHOTO_BOXES) if side <= min(logits.size)]
+    for name, rule, sides in (
+        ("robust masking", partial(masking, evidence=evidence), boxes),
         # Double masking looks at all pairs of masks: on every other box only.
-        for box in (boxes_of(maps) if name == "robust masking" else boxes_of(maps)[1::2])
-        if maps.windows(Patch(box)).largest_area < maps.grid[0] * maps.grid[1]
-    }
-    tagged: dict[tuple[bool, str, int], Question] = {
-        **{(False, *key): question for key, question in questions.items()},
-        **{(True, *key): question for key, question in merged.items()},
-    }
-    found = count(maps, tagged, context.device)
-    for key in questions:
-        answers[key] = (found[False, *key].clean, found[False, *key].robust)
-    return Study(
-        network=network,
-        model=maps.model,
-        side=side,
-        anywhere=answers,
-        merged={key: (found[True, *key].clean, found[True, *key].robust) for key in merged},
+        ("double masking", partial(double_masking, evidence=signed), boxes[1::2]),
+    ):
+        for side in sides:
+            windows = logits.windows(Patch(side))
+            if windows.largest_area < logits.grid[0] * logits.grid[1]:
+                queries[True, name, side] = rule(windows)
+    counts = count(logits, queries, context.device)
+    anywhere, merged = (
+        {(rule, number): (each.clean, each.robust) for (boxed, rule, number), each in counts.items() if boxed == box}
+        for box in (False, True)
+    )
+    return anywhere, merged, reasons
+
+
+# -- tables and the figure ---------------------------------------------------------------------------------------------
+
+
+def make_tables(
+    logits: CachedLogits, title: str, anywhere: Accuracies, merged: Accuracies, reasons: Mapping[tuple[str, int], str]
+) -> tuple[Table, Table]:
+    """Return the two tables of one network: patches anywhere, and patches in one box."""
+    rows = []
+    for rule in make_rules(logits):
+        ours: list[Value] = [value for number in COUNTS for value in anywhere.get((rule, number), (None, None))]
+        why = dict.fromkeys(reasons[rule, number] for number in COUNTS if (rule, number) in reasons)
+        rows.append(Row(label=rule, ours=tuple(ours), note="; ".join(why)))
+    boxes = [
+        Row(label=f"{rule}, all within {box} x {box} px", ours=accuracies, note=logits.model)
+        for (rule, box), accuracies in merged.items()
+    ]
+    size = "{0} x {0} px".format(patch_side(logits))
+    anywhere_title = f"{title}: patches of {size} anywhere ({logits.model})"
+    return (
+        Table(title=anywhere_title, where=WHERE, columns=COLUMNS, rows=tuple(rows)),
+        Table(title=f"{title}: patches merged into one box", where=WHERE, columns=CLEAN_ROBUST, rows=tuple(boxes)),
     )
 
 
-def _double(maps: Maps) -> Rule:
-    return lambda windows: double_masking(windows, CONFIDENCE if bands(maps) else SIGNED)
-
-
-# -- the figure --------------------------------------------------------------------------------------------------------
-
-COLOURS = ("#1f5fa8", "#d9731a", "#3a8f5c", "#8b5fb0", "#777777", "#c22f2f")
+COLORS = ("#1f5fa8", "#d9731a", "#3a8f5c", "#8b5fb0", "#777777", "#c22f2f")
 MARKERS = ("*", "o", "^", "v", "D", "s")
 
 
-def draw(study: Study) -> "Figure":
-    """Draw both panels with one scale."""
+def draw(heading: str, side: int, rules: Iterable[str], anywhere: Accuracies, merged: Accuracies) -> "Figure":
+    """Draw robust accuracy over the number of patches anywhere, and over the box that holds them all."""
     from matplotlib.figure import Figure
 
-    made = Figure(figsize=(10, 4), layout="constrained")
-    left, right = made.subplots(1, 2, sharey=True)
-    found, merged = study.anywhere or {}, study.merged or {}
-    for colour, marker, rule in zip(COLOURS, MARKERS, dict.fromkeys(rule for rule, _ in found), strict=True):
-        entries = [(number, found[rule, number]) for number in COUNTS]
-        points = [(number, percent(entry[1])) for number, entry in entries if not isinstance(entry, str)]
-        if points:
-            numbers, shares = zip(*points, strict=True)
-            left.plot(numbers, shares, marker=marker, markersize=12 if marker == "*" else 6, color=colour, label=rule)
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for color, marker, rule in zip(COLORS, MARKERS, rules, strict=True):
+        if not any(rule == name for name, _ in anywhere):
+            continue
+        size = 12 if marker == "*" else 6
+        left.plot(*_robust_curve(anywhere, rule), marker=marker, markersize=size, color=color, label=rule)
     left.set_xticks(COUNTS)
-    left.set_xlabel(f"patches of {study.side} x {study.side} pixels, anywhere")
+    left.set_xlabel(f"patches of {side} x {side} pixels, anywhere")
     left.set_ylabel("certified accuracy, %")
     left.set_title("Patches anywhere", loc="left", fontsize=11)
-    for colour, rule in zip(COLOURS[:1] + COLOURS[-1:], dict.fromkeys(rule for rule, _ in merged), strict=False):
-        boxes = [box for name, box in merged if name == rule]
-        right.plot(boxes, _shares(merged, rule, boxes), marker="s", linestyle="--", color=colour, label=rule)
+    for color, rule in zip(COLORS[:1] + COLORS[-1:], dict.fromkeys(rule for rule, _ in merged), strict=False):
+        right.plot(*_robust_curve(merged, rule), marker="s", linestyle="--", color=color, label=rule)
     right.set_xlabel("side of the box that holds all patches, pixels")
     right.set_title("Any number of patches, merged into one box", loc="left", fontsize=11)
     left.set_ylim(0, 100)
@@ -272,9 +213,10 @@ def draw(study: Study) -> "Figure":
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.3)
         axes.legend(frameon=False, fontsize=8)
-    made.suptitle(f"{study.network.label} ({study.model})", fontsize=11)
-    return made
+    figure.suptitle(heading, fontsize=11)
+    return figure
 
 
-def _shares(merged: Mapping[tuple[str, int], tuple[Share, Share]], rule: str, boxes: Sequence[int]) -> list[float]:
-    return [percent(merged[rule, box][1]) or 0.0 for box in boxes]
+def _robust_curve(accuracies: Accuracies, rule: str) -> tuple[list[int], list[float]]:
+    points = {number: robust for (name, number), (_, robust) in accuracies.items() if name == rule}
+    return list(points), [to_percent(robust) or 0.0 for robust in points.values()]

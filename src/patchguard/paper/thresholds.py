@@ -21,20 +21,28 @@ from patchguard.defenses.evidence import EvidenceMap
 from patchguard.defenses.window_products import nothing
 from patchguard.defenses.window_sums import heaviest, sums
 from patchguard.geometry.windows import Windows
-from patchguard.paper import models, published
+from patchguard.paper import networks, published
+from patchguard.paper.cached_logits import CachedLogits
 from patchguard.paper.context import Context
-from patchguard.paper.experiment import TITLES, Missing, Result, Row, Table
-from patchguard.paper.maps import Maps
-from patchguard.paper.rows import described, differs, spaces
-from patchguard.paper.settled import Sheet, shared, short
-from patchguard.paper.tally import LOGITS, masking, over_batches, rounding, told
-from patchguard.runs import metrics
+from patchguard.paper.counting import (
+    Measured,
+    appendix_label,
+    describe_model,
+    describe_rounding,
+    make_result,
+    missing_rows,
+    sum_over_batches,
+    window_spaces,
+)
+from patchguard.paper.experiment import TITLES, Missing, Result, Row
+from patchguard.paper.fast_certificates import LOGITS, Batch, Query, intersect, masking, shorten
+from patchguard.runs.metrics import proportion
 
 PAIRS = 256  # of images and windows that are searched together
-CHARGED = "T > 0 is charged for what an attack can add below the threshold, which the paper's bound leaves out"
 THRESHOLDS = tuple(Fraction(step, 5) for step in range(6))
 COLUMNS = ("clean", "provable", "detection FP", "detection FP, any class", "provable by the published bound (unsound)")
-COUNTED = (
+CHARGED = "T > 0 is charged for what an attack can add below the threshold, which the paper's bound leaves out"
+FALSE_POSITIVES = (
     "Detection FP: clean images in which the window of the predicted class is detected; of any class, that of some "
     "class. The paper does not say which it counts."
 )
@@ -42,66 +50,63 @@ COUNTED = (
 
 def run(context: Context, dataset: str) -> Result:
     """Measure all thresholds for the 2 % (2.4 %) patch."""
-    context.images(dataset)
     theirs = {label: (*numbers, None, None) for label, numbers in published.THRESHOLDS[dataset].items()}
-    where = "tab-masking-thres-cifar" if dataset == "cifar10" else "tab-masking-thres"
-    name = models.usual_patch(dataset)
+    name = networks.default_patch(dataset)
     tables, notes = [], []
-    for network in models.maskers(dataset):
-        rows: list[Row] = []
+    for network in networks.masking_networks(dataset):
+        measured = Measured()
         try:
-            maps = context.maps(network.names, dataset)
+            logits = context.logits(network.names, dataset)
         except Missing as missing:
-            blank = (None,) * len(COLUMNS)
-            rows = [Row(label=label, ours=blank, published=theirs[label], note=str(missing)) for label in theirs]
+            measured.rows = missing_rows(missing, theirs, len(COLUMNS))
         else:
-            patch = models.patches(dataset, maps.size[0])[name]
-            for suffix, windows_of in spaces(maps).items():
-                windows = windows_of(patch)
-                note, reason = described(maps, suffix, spaced=True), differs(maps.model, network)
-                found = tallies(maps, windows, context.device)
-                for threshold, label, tally in zip(THRESHOLDS, theirs, found, strict=True):
-                    ours = tuple(metrics.share(number, len(maps)) for number in tally)
-                    known = () if suffix else theirs[label]
-                    charged = f"; {CHARGED}" if threshold else ""
-                    rows.append(
-                        Row(label=label + suffix, ours=ours, published=known, note=note, reason=reason + charged)
+            patch = networks.patches(dataset, logits.size[0])[name]
+            differences = network.describe_differences(logits.model)
+            for suffix, windows_of in window_spaces(logits).items():
+                counts = count_thresholds(logits, windows_of(patch), context.device)
+                for threshold, label in zip(THRESHOLDS, theirs, strict=True):
+                    row = Row(
+                        label=label + suffix,
+                        ours=tuple(proportion(number, len(logits)) for number in counts[threshold]),
+                        published=() if suffix else theirs[label],
+                        note=describe_model(logits, suffix, patched=True),
+                        reason=f"{differences}; {CHARGED}" if threshold else differences,
                     )
-            question = masking(maps.windows(patch))
-            notes.append(told(rounding(maps, question, context.device), maps.model))
+                    measured.rows.append(row)
+            notes.append(describe_rounding(logits, masking(logits.windows(patch)), context.device))
         title = f"Detection thresholds of {network.label} on {TITLES[dataset]}, {name} patch"
-        tables.append(Table(title=title, where=where, columns=COLUMNS, rows=tuple(rows)))
-    return Result(
-        tables=tuple(tables), notes=(*notes, COUNTED), settings={"thresholds": [str(each) for each in THRESHOLDS]}
-    )
+        tables.append(measured.table(title, appendix_label("tab-masking-thres", dataset), COLUMNS))
+    settings = {"thresholds": [str(threshold) for threshold in THRESHOLDS]}
+    return make_result(tables, (*notes, FALSE_POSITIVES), settings=settings)
 
 
-NUMBERS = ("right", "proved", "detected", "detected any", "published")  # in the order of the columns
-
-
-def tallies(maps: Maps, windows: Windows, device: torch.device) -> list[tuple[int, ...]]:
-    """Count, for each threshold, over all maps; what thresholds share is computed once."""
+def count_thresholds(
+    logits: CachedLogits, windows: Windows, device: torch.device
+) -> dict[Fraction, tuple[int, int, int, int, int]]:
+    """Count, for each threshold and column, over all images; what thresholds share is computed once."""
 
     def work(local_logits: Tensor, targets: Tensor) -> Counter[Hashable]:
-        found: Counter[Hashable] = Counter()
-        evidence = LOGITS(local_logits)
-        bounds = Bounds.of(evidence, windows, targets)
+        counter: Counter[Hashable] = Counter()
+        bounds = Bounds.of(LOGITS(local_logits), windows, targets)
         for threshold in THRESHOLDS:
-            over = threshold.denominator * bounds.hidden > threshold.numerator * bounds.total
-            label = ties.argmax(torch.where(over, bounds.total - bounds.hidden, bounds.total), dim=1)
-            right = label == targets
+            detected = threshold.denominator * bounds.hidden > threshold.numerator * bounds.total
+            label = ties.argmax(torch.where(detected, bounds.total - bounds.hidden, bounds.total), dim=1)
+            correct = label == targets
             marks = (
-                right,
-                bounds.proved(threshold, right),
-                select(over.long(), label),
-                over.any(1),
-                bounds.published(threshold) & right,
+                correct,
+                bounds.certified(threshold, correct),
+                select(detected.long(), label),
+                detected.any(1),
+                bounds.published(threshold) & correct,
             )
-            found.update({(threshold, name): int(mark.sum()) for name, mark in zip(NUMBERS, marks, strict=True)})
-        return found
+            counter.update({(threshold, column): int(mark.sum()) for column, mark in enumerate(marks)})
+        return counter
 
-    counted = over_batches(maps, device, work)
-    return [tuple(counted[threshold, name] for name in NUMBERS) for threshold in THRESHOLDS]
+    counts = sum_over_batches(logits, device, work)
+    return {
+        threshold: tuple(counts[threshold, column] for column in range(len(COLUMNS)))  # type: ignore[misc]
+        for threshold in THRESHOLDS
+    }
 
 
 @final
@@ -122,7 +127,7 @@ class Bounds:
     @classmethod
     def of(cls, evidence: EvidenceMap, windows: Windows, targets: Tensor) -> "Bounds":
         """Compute them for a batch."""
-        values = short(evidence.values)
+        values = shorten(evidence.values)
         heavy = heaviest(select(values, targets), windows, windows)
         total = values.sum((2, 3), dtype=values.dtype)
         return cls(evidence, windows, targets, total, sums(values, windows), heavy)
@@ -138,7 +143,7 @@ class Bounds:
         return self.total.unsqueeze(2) - self.inside
 
     @cached_property
-    def mine(self) -> Int[Tensor, "some regions"]:
+    def own(self) -> Int[Tensor, "some regions"]:
         """t_y."""
         return select(self.rest, self.targets)
 
@@ -150,24 +155,24 @@ class Bounds:
         p, q = threshold.numerator, threshold.denominator
         if p == q:
             return torch.zeros_like(self.targets, dtype=torch.bool)
-        lower = self.mine - torch.where(q * self.heavy > p * self.mine, self.heavy, 0)
+        lower = self.own - torch.where(q * self.heavy > p * self.own, self.heavy, 0)
         return ~(q * self._strongest(self.rest) > (q - p) * lower).any(1)
 
-    def proved(self, threshold: Fraction, right: Bool[Tensor, " some"]) -> Bool[Tensor, " some"]:
-        """Return which right labels `RobustMasking` certifies."""
+    def certified(self, threshold: Fraction, correct: Bool[Tensor, " some"]) -> Bool[Tensor, " some"]:
+        """Return which correct labels `RobustMasking` certifies."""
         p, q = threshold.numerator, threshold.denominator
         if p == q:  # an attack that fills a window with unbounded evidence of a rival is never masked
-            return torch.zeros_like(right)
+            return torch.zeros_like(correct)
         # The short forms below are for boxes that cover only themselves, which an attack can fill past any threshold.
         room = self.evidence.high * self.windows.largest_area
         alone = self.windows.equal_boxes and not any(self.windows.wrap)
         if not alone or p * int(self.total.max()) > (q - p) * room:
-            return Sheet(self.evidence, self.targets).proved(
-                RobustMasking(masks=self.windows, threshold=threshold), self.windows
-            )
-        return right & self._proved(p, q, right)
+            defense = RobustMasking(masks=self.windows, threshold=threshold)
+            query = Query(evidence=LOGITS, defense=defense, windows=self.windows)
+            return Batch(self.evidence, self.targets).certified(query)
+        return correct & self._certified(p, q, correct)
 
-    def _proved(self, p: int, q: int, right: Bool[Tensor, " some"]) -> Bool[Tensor, " some"]:
+    def _certified(self, p: int, q: int, correct: Bool[Tensor, " some"]) -> Bool[Tensor, " some"]:
         """LB > UB_k in every window, in multiples of 1 / (q - p).
 
         LB is t_y - heavy where heavy > T t_y, since that mask passes T whatever the attack; elsewhere it lies between
@@ -175,21 +180,20 @@ class Bounds:
         that maximum lies between H_k less what k has in the window, and H_k. Masks are tried out only in windows that
         this leaves open.
         """
-        passes = q * self.heavy > p * self.mine
-        most = (q - p) * (self.mine - torch.where(passes, self.heavy, 0))
-        least = (q - p) * (self.mine - self.heavy)
+        passes = q * self.heavy > p * self.own
+        most = (q - p) * (self.own - torch.where(passes, self.heavy, 0))
+        least = (q - p) * (self.own - self.heavy)
         surely = (q - p) * (self.hidden.unsqueeze(2) - self.inside) > p * self.rest
         maybe = (q - p) * self.hidden.unsqueeze(2) > p * self.rest
         detected, missed = (q - p) * self.rest, q * self.rest
         smallest = self._strongest(torch.where(maybe, detected, missed))
         largest = self._strongest(torch.where(surely, detected, missed))
-        proved = right & (least > largest).all(1)
+        certified = correct & (least > largest).all(1)
         failed = (most <= smallest).any(1)
-        open_windows = (least <= largest) & (most > smallest) & (right & ~proved & ~failed).unsqueeze(1)
-        fails = torch.zeros_like(failed)
+        open_windows = (least <= largest) & (most > smallest) & (correct & ~certified & ~failed).unsqueeze(1)
         images, regions = open_windows.nonzero().unbind(1)
-        for here in range(0, len(images), PAIRS):
-            image, region = images[here : here + PAIRS], regions[here : here + PAIRS]
+        for first in range(0, len(images), PAIRS):
+            image, region = images[first : first + PAIRS], regions[first : first + PAIRS]
             label, rest = self.targets[image].unsqueeze(1), self.total[image] - self.inside[image, :, region]
             hidden = torch.where(passes[image, region], self.heavy[image, region], self._masked(image, region, p, q))
             lower = (q - p) * (rest.gather(1, label) - hidden.unsqueeze(1))
@@ -198,8 +202,8 @@ class Bounds:
             pair, rival = only_if.scatter(1, label, False).nonzero().unbind(1)
             heavy = self._outside(image[pair], rival, region[pair])
             ahead[pair, rival] = (q - p) * heavy > p * rest[pair, rival]
-            fails[image[~ahead.scatter(1, label, True).all(1)]] = True
-        return (right & ~failed & ~fails) | proved
+            failed[image[~ahead.scatter(1, label, True).all(1)]] = True
+        return (correct & ~failed) | certified
 
     def _strongest(self, values: Int[Tensor, "some classes regions"]) -> Int[Tensor, "some regions"]:
         """The largest among the rivals of the true class."""
@@ -211,13 +215,13 @@ class Bounds:
     ) -> Int[Tensor, " pairs"]:
         """The heaviest a_y(v) of the masks that an attack on the window can make pass T."""
         label = self.targets[image]
-        common, cells = shared(self.evidence.values[image, label], self.windows, region)
+        common, cells = intersect(self.evidence.values[image, label], self.windows, region)
         outside = self.inside[image, label] - common
-        rest = self.mine[image, region].unsqueeze(1)
+        rest = self.own[image, region].unsqueeze(1)
         passes = (q - p) * (outside + self.evidence.high * cells) > p * (rest - outside)
         return torch.where(passes, outside, 0).amax(1)
 
     def _outside(self, image: Tensor, rival: Tensor, region: Tensor) -> Int[Tensor, " some"]:
         """The heaviest a_k(v) of all masks."""
-        common, _ = shared(self.evidence.values[image, rival], self.windows, region)
+        common, _ = intersect(self.evidence.values[image, rival], self.windows, region)
         return (self.inside[image, rival] - common).amax(1)

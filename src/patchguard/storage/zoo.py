@@ -17,20 +17,7 @@ from patchguard.storage.model_file import inspect as inspect
 from patchguard.storage.model_file import read
 from patchguard.storage.model_file import save as save
 from patchguard.storage.presets import PRESETS
-
-CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"  # files that come with the package
-CLONE = Path(__file__).parents[3] / "zoo"  # other published files, in a clone of the repository
-FOLDER = "PATCHGUARD_ZOO"  # the environment variable that names one more folder of files
-
-# Trained models with a page of their own in docs/models.
-PUBLISHED = (
-    "cifar10",
-    "cifar10_mask_srf",
-    "cifar10_mask_ds",
-    "cifar10_mask_bn17",
-    "cifar10_resnet18",
-    "imagenette_bn17",
-)
+from patchguard.storage.published_models import PUBLISHED, SUFFIX, download_model, model_folders
 
 # Side of the images that a network is usually run on.
 SIZES = {
@@ -39,7 +26,7 @@ SIZES = {
     "ds_resnet50": 299,
 }
 
-Kind = Literal["checkpoint", "preset", "network"]
+Kind = Literal["checkpoint", "published", "preset", "network"]
 
 
 # -- by name -----------------------------------------------------------------------------------------------------------
@@ -48,7 +35,10 @@ Kind = Literal["checkpoint", "preset", "network"]
 @final
 @dataclass(frozen=True)
 class Entry:
-    """One name of the zoo. A checkpoint has trained weights; a preset and a network start from random ones."""
+    """One name of the zoo. A checkpoint has trained weights; a preset and a network start from random ones.
+
+    A published checkpoint that is not on this machine yet is of the kind "published".
+    """
 
     name: str
     kind: Kind
@@ -58,12 +48,18 @@ class Entry:
 def available() -> list[Entry]:
     """Return every name that `build`, `load` or the command line knows, with one line about each."""
     trained = [Entry(path.stem, "checkpoint", f"trained {_describe(path)}") for path in checkpoints()]
+    here = {entry.name for entry in trained}
+    elsewhere = [
+        Entry(name, "published", f"trained, {model.size / 1e6:.0f} MB: patchguard models --download {name}")
+        for name, model in PUBLISHED.items()
+        if name not in here
+    ]
     presets = [Entry(name, "preset", preset.description) for name, preset in PRESETS.items()]
     networks = []
     for name, factory in models.REGISTRY.items():
         line = (factory.__doc__ or "").strip().splitlines()[0].removeprefix("Return ").rstrip(".")
         networks.append(Entry(name, "network", line))
-    return [*trained, *presets, *networks]
+    return [*trained, *elsewhere, *presets, *networks]
 
 
 def build(name: str, *, patch: Patch | None = None, **settings: Any) -> LocalGuard[Any]:
@@ -154,7 +150,7 @@ def named_file(name: str) -> Path | None:
     first = next((path for path in checkpoints() if path.stem == name), None)
     if first is None:
         return None
-    for path in (folder / first.name for folder in _folders()):
+    for path in (folder / first.name for folder in model_folders()):
         if path.is_file() and (digest := _claimed_digest(path)) != (ours := _claimed_digest(first)):
             raise InputError(
                 f"{name!r} names two different models: {first} with digest {ours[:16]} and {path} with {digest[:16]}. "
@@ -185,12 +181,9 @@ def _locate(name_or_path: str | Path) -> Path:
             f"{name!r} has no trained weights here. Train some (`patchguard train --list`), or name a checkpoint that "
             f"`patchguard models` lists; `zoo.build({name!r})` makes fresh ones."
         )
-    known = [*(each.stem for each in checkpoints()), *PUBLISHED, *PRESETS, *models.REGISTRY]
     if name in PUBLISHED:
-        raise InputError(
-            f"the weights of {name!r} are not here: they lie in the folder zoo of the repository, not in the package. "
-            f"Clone it, or put {name}.safetensors into a folder and set {FOLDER} to that folder."
-        )
+        return download_model(name)
+    known = [*(each.stem for each in checkpoints()), *PUBLISHED, *PRESETS, *models.REGISTRY]
     if name == "imagenette_resnet50":
         raise InputError(
             f"{name!r} is made of the weights of a ResNet-50 of your own: python -m patchguard.training.pretrained "
@@ -204,15 +197,10 @@ def _locate(name_or_path: str | Path) -> Path:
 def checkpoints() -> list[Path]:
     """Return the files with a name of their own: ours first, then those that the user put aside."""
     files: dict[str, Path] = {}
-    for folder in _folders():
-        for path in sorted(folder.glob("*.safetensors")):
+    for folder in model_folders():
+        for path in sorted(folder.glob(f"*{SUFFIX}")):
             files.setdefault(path.stem, path)
     return list(files.values())
-
-
-def _folders() -> list[Path]:
-    chosen = os.environ.get(FOLDER)
-    return [CHECKPOINTS, CLONE, *([Path(chosen)] if chosen else [])]
 
 
 def _describe(path: Path) -> str:

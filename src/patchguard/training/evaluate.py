@@ -1,4 +1,4 @@
-"""Clean and certified accuracy of a LocalGuard on labelled images, through its public verbs."""
+"""Clean and certified accuracy of a guard on labeled images, through its public methods."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,60 +12,60 @@ from patchguard.errors import InputError
 from patchguard.guard import Guard
 from patchguard.patch import Patch
 
-AT_ONCE = 1000  # images that are turned from bytes into pixels together
+CHUNK = 1000  # images that are turned from bytes into pixels together
 
 
 @final
 @dataclass(frozen=True)
 class Accuracy:
-    """How many of `count` images get the true label, and for how many that is proved against every such patch."""
+    """How many of `total` images get the correct label, and how many of those are certified against the patch."""
 
     patch: Patch
-    count: int
-    right: int
-    proved: int
+    total: int
+    correct: int
+    certified_correct: int
 
     @property
     def clean(self) -> float:
-        """Share of images whose defended label is the target."""
-        return self.right / self.count
+        """Fraction of images whose defended label is the target."""
+        return self.correct / self.total
 
     @property
     def certified(self) -> float:
-        """Share of images whose defended label is the target and cannot be changed by the patch."""
-        return self.proved / self.count
+        """Fraction of images whose defended label is the target and cannot be changed by the patch."""
+        return self.certified_correct / self.total
 
     @property
     def score(self) -> tuple[int, int]:
-        """What chooses among weights: an image counts for a right label, and once more for its proof."""
-        return self.right + self.proved, self.proved
+        """What chooses among weights: one point for a correct label, and another one for its certificate."""
+        return self.correct + self.certified_correct, self.certified_correct
 
     def to_json(self) -> dict[str, Any]:
-        """Return counts and shares as JSON values."""
+        """Return counts and fractions as JSON values."""
         return {**asdict(self), "clean": self.clean, "certified": self.certified}
 
     def __str__(self) -> str:
         size = f"{self.patch.height}x{self.patch.width}"
-        return f"clean {self.clean:.2%}, certified {self.certified:.2%} ({size} patch, {self.count} images)"
+        return f"clean {self.clean:.2%}, certified {self.certified:.2%} ({size} patch, {self.total} images)"
 
 
 def evaluate(guard: Guard, data: Dataset, patch: Patch) -> Accuracy:
     """Return the accuracy of `guard`, with the masks it has, on all images of `data`."""
     if len(data) == 0:
         raise InputError("`data` must hold at least one image to measure accuracy on.")
-    right = proved = 0
-    with usual_kernels():
-        for start in range(0, len(data), AT_ONCE):
-            part = data.subset(slice(start, start + AT_ONCE))
+    correct = certified_correct = 0
+    with without_cudnn_benchmark():
+        for start in range(0, len(data), CHUNK):
+            part = data.subset(slice(start, start + CHUNK))
             certificate = guard.certify(part.images.float() / 255, patch)
-            true = certificate.label == part.targets
-            right += int(true.sum())
-            proved += int((true & certificate.certified).sum())
-    return Accuracy(patch, len(data), right, proved)
+            hits = certificate.label == part.targets
+            correct += int(hits.sum())
+            certified_correct += int((hits & certificate.certified).sum())
+    return Accuracy(patch, len(data), correct, certified_correct)
 
 
 @contextmanager
-def usual_kernels() -> Iterator[None]:
+def without_cudnn_benchmark() -> Iterator[None]:
     """Keep cuDNN from trying all kernels first, which for large batches in full precision takes a minute."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False

@@ -11,7 +11,7 @@ from helpers.small_guards import random_images
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patchguard.attacks import ATTACKS, Adaptive, Attack, Called, Colours, Copy, Noise, PatchPGD, build
+from patchguard.attacks import ATTACKS, Adaptive, Attack, Called, Colors, Copy, Noise, PatchPGD, build
 from patchguard.attacks.base import covered, eight_bits
 from patchguard.attacks.universal_patch import apply_patch
 from patchguard.errors import InputError
@@ -20,7 +20,7 @@ from patchguard.patch import Patch
 
 ATTACKERS = [
     Noise(tries=2),
-    Colours(tries=2),
+    Colors(tries=2),
     Copy(tries=2),
     PatchPGD(steps=2, locations=2, restarts=2),
     PatchPGD(steps=2, locations=2, search="gradient", objective="margin"),
@@ -176,7 +176,7 @@ def test_a_targeted_attack_leaves_images_of_that_class_alone() -> None:
     victim = color_guard("undefended")
     images, _ = tinted_images(12)
     target = victim.predict(images).label
-    attacked = Colours()(victim, images, target, Patch(6), aim=1)
+    attacked = Colors()(victim, images, target, Patch(6), aim=1)
     assert not attacked.broken[target == 1].any()
     assert torch.equal(attacked.images[target == 1], images[target == 1])
     assert torch.equal(attacked.broken, (attacked.label == 1) & (target != 1))
@@ -186,7 +186,7 @@ def test_an_alert_means_that_the_attack_did_not_go_through() -> None:
     victim = color_guard("agreement")
     images, _ = tinted_images(30)
     target = victim.predict(images).label
-    attacked = Colours(tries=8)(victim, images, target, Patch(3))
+    attacked = Colors(tries=8)(victim, images, target, Patch(3))
     answer = victim.predict(attacked.images)
     assert torch.equal(attacked.broken, (answer.label != target) & ~answer.alert)
 
@@ -203,7 +203,7 @@ def test_gradients_reach_the_source_pixels_through_the_resize_and_leave_paramete
 
 def test_attacks_are_built_by_name() -> None:
     assert build("patch_pgd", steps=7) == PatchPGD(steps=7)
-    assert list(ATTACKS) == ["patch_pgd", "adaptive", "universal_patch", "noise", "colours", "copy"]
+    assert list(ATTACKS) == ["patch_pgd", "adaptive", "universal_patch", "noise", "colors", "copy"]
     with pytest.raises(InputError, match="Did you mean 'adaptive'"):
         build("adaptve")
     with pytest.raises(InputError, match="has the settings tries; got speed"):

@@ -96,7 +96,7 @@ def test_an_attack_that_leaves_its_patch_is_a_mistake_of_the_attack(tmp_path):
 
 
 def test_a_run_is_summed_up_only_when_every_image_is_recorded_once(tmp_path):
-    job, folder = trial(build("colours")).job, Folder(tmp_path / "run")
+    job, folder = trial(build("colors")).job, Folder(tmp_path / "run")
     counts = SimpleNamespace(images=4, errors=0, add=print)
 
     def recorded(*indices: int) -> Folder:
@@ -138,7 +138,7 @@ def test_a_run_that_is_stopped_does_not_begin_what_is_queued():
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("attack")
-    refute(trial(build("colours")), folder, device="cpu")
+    refute(trial(build("colors")), folder, device="cpu")
     return folder
 
 

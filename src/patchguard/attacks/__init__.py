@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from patchguard.attacks.adaptive import Adaptive as Adaptive
     from patchguard.attacks.base import Attack as Attack
     from patchguard.attacks.base import Attacked as Attacked
-    from patchguard.attacks.baselines import Colours as Colours
+    from patchguard.attacks.baselines import Colors as Colors
     from patchguard.attacks.baselines import Copy as Copy
     from patchguard.attacks.baselines import Noise as Noise
     from patchguard.attacks.patch_pgd import PatchPGD as PatchPGD
@@ -31,7 +31,7 @@ ATTACKS = {
     "adaptive": "Adaptive",
     "universal_patch": "UniversalPatch",
     "noise": "Noise",
-    "colours": "Colours",
+    "colors": "Colors",
     "copy": "Copy",
 }
 
@@ -43,7 +43,7 @@ _HOME = {
     "Attack": "base",
     "Attacked": "base",
     "Called": "adapters",
-    "Colours": "baselines",
+    "Colors": "baselines",
     "Copy": "baselines",
     "Noise": "baselines",
     "PatchPGD": "patch_pgd",

@@ -1,4 +1,4 @@
-"""Attacks without gradients: noise, solid colours, and pieces of other pictures. What they break needs no skill."""
+"""Attacks without gradients: noise, solid colors, and pieces of other pictures. What they break needs no skill."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,8 +79,8 @@ class Noise(Attack):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Colours(Attack):
-    """One colour for the whole patch: the corners of the colour cube first, then random colours, at random places."""
+class Colors(Attack):
+    """One color for the whole patch: the corners of the color cube first, then random colors, at random places."""
 
     tries: int = 10
 
@@ -96,15 +96,15 @@ class Colours(Attack):
         aim: Int64[Tensor, " batch"] | None,
         draws: Draws,
     ) -> Found:
-        """Guess with solid colours."""
+        """Guess with solid colors."""
 
         def fill(images: Tensor, places: Tensor, draws: Draws, number: int) -> Tensor:
             if number < 8:
                 corner = torch.tensor([number >> shift & 1 for shift in range(3)], device=images.device)
-                colour = corner.to(images.dtype).view(1, 3, 1, 1)
+                color = corner.to(images.dtype).view(1, 3, 1, 1)
             else:
-                colour = draws.uniform((CONTENTS, number), 3, 1, 1)
-            return colour.expand_as(images)
+                color = draws.uniform((CONTENTS, number), 3, 1, 1)
+            return color.expand_as(images)
 
         return guess(victim, images, target, patch, aim, draws, self.tries, fill)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from patchguard import runtime
 from patchguard.attacks.adaptive import Adaptive
 from patchguard.attacks.base import Attack
-from patchguard.attacks.baselines import Colours, Copy
+from patchguard.attacks.baselines import Colors, Copy
 from patchguard.attacks.patch_pgd import PatchPGD
 from patchguard.attacks.victim import Images, Victim
 from patchguard.errors import InputError
@@ -189,7 +189,7 @@ def compare(
     patch = Patch.of_area(options.area, height=height, width=width)
     fitted = None if certified is None else certified.for_patch(patch, height, width)
     sensitive = replace(options.attack, search="occlusion")
-    attacks = [options.attack, sensitive, Colours(tries=options.tries), Copy(tries=options.tries)]
+    attacks = [options.attack, sensitive, Colors(tries=options.tries), Copy(tries=options.tries)]
     batches: dict[str, list[Kept]] = {}
     for indices, pixels, target in images.batches(device, options.batch_pixels):
         draws: dict[str, Any] = {"seed": options.seed, "numbers": indices}

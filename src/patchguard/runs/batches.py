@@ -11,7 +11,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from patchguard.data.decode import Unreadable
-from patchguard.data.loading import decoded
+from patchguard.data.loading import iterate_images
 from patchguard.data.source import Source
 
 Item = TypeVar("Item")
@@ -52,7 +52,7 @@ def grouped(source: Source, blocks: Sequence[range]) -> Iterator[Batch | Failure
     Which images share a batch depends on the source and the block alone. Networks round differently in batches of
     other sizes; so a run that is stopped, or divided among processes, still computes the same numbers.
     """
-    images = decoded(source.subset([place for block in blocks for place in block]))
+    images = iterate_images(source.subset([place for block in blocks for place in block]))
     for block in blocks:
         sizes: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
         for place, image in zip(block, images, strict=False):

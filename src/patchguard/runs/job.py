@@ -14,7 +14,7 @@ from torch import Tensor
 
 from patchguard import runtime
 from patchguard.data.decode import Unreadable
-from patchguard.data.loading import decoded
+from patchguard.data.loading import iterate_images
 from patchguard.data.source import Source, open_source
 from patchguard.defenses import Defense, DoubleMasking, MaskedAgreement, RobustMasking
 from patchguard.defenses import serialization as config
@@ -125,7 +125,7 @@ def prepare(
     digest = loaded.digest
     source = matched(source, loaded)
     if space == "input":
-        source, loaded = source.prepared(loaded.preprocess), loaded.without_preprocess()
+        source, loaded = source.preprocess(loaded.preprocess), loaded.without_preprocess()
     size = usual_size(source)
     written = written or (default_patch(zoo.recipe(model), size),)
     asked = [each.at(*size) for each in written]
@@ -204,14 +204,14 @@ def _read_joined(sources: list[Source], starts: list[int], place: int) -> Tensor
 
 def _state_joined(sources: list[Source], starts: list[int], place: int) -> str:
     number = bisect_right(starts, place) - 1
-    return sources[number].state(place - starts[number])
+    return sources[number].fingerprint(place - starts[number])
 
 
 def usual_size(source: Source) -> tuple[int, int]:
     """Return the size of the largest of the first images, by its shorter side; raise if none of all can be read."""
     first: list[tuple[int, int]] = []
     reason = ""
-    for image in decoded(source):
+    for image in iterate_images(source):
         if isinstance(image, Unreadable):
             reason = reason or str(image)
             continue
@@ -255,7 +255,7 @@ def _digest(source: Source) -> str:
     total = hashlib.sha256()
     for place, name in enumerate(source.names):
         target = None if source.targets is None else source.targets[place]
-        total.update(f"{name}\0{target}\0{source.state(place)}\n".encode("utf-8", "surrogateescape"))
+        total.update(f"{name}\0{target}\0{source.fingerprint(place)}\n".encode("utf-8", "surrogateescape"))
     return total.hexdigest()
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from patchguard.data.decode import Unreadable
-from patchguard.data.loading import decoded
+from patchguard.data.loading import iterate_images
 from patchguard.data.source import Source
 from patchguard.errors import InputError
 from patchguard.runs.records import Folder
@@ -34,7 +34,7 @@ def check_images(folder: Folder, source: Source) -> None:
     mark_recorded(folder, len(source))
     recorded = list(_recorded(folder))
     changed: list[str] = []
-    images = decoded(source.subset([index for index, _ in recorded]))
+    images = iterate_images(source.subset([index for index, _ in recorded]))
     for (index, digest), image in zip(recorded, images, strict=True):
         if digest != (None if isinstance(image, Unreadable) else image_digest(image)):
             changed.append(source.names[index])

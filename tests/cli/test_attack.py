@@ -176,9 +176,9 @@ def test_a_certificate_whose_windows_are_one_cell_too_small_is_refuted(run, unso
     assert (changed >= (top, left)).all()
     assert (changed < (top + tall, left + wide)).all()
     with np.load(out / "refuted" / f"{name}-evidence.npz", allow_pickle=False) as arrays:
-        moved = np.argwhere((arrays["before"] != arrays["after"]).any(0))
-        assert arrays["before"].sum((1, 2)).argmax() == record["label"]
-        assert arrays["after"].sum((1, 2)).argmax() == record["attacked"]
+        moved = np.argwhere((arrays["before_evidence"] != arrays["after_evidence"]).any(0))
+        assert arrays["before_evidence"].sum((1, 2)).argmax() == record["label"]
+        assert arrays["after_evidence"].sum((1, 2)).argmax() == record["attacked"]
     assert np.ptp(moved[:, 0]) == 3  # four rows of cells; the planted windows have three
     assert kept["labels_alone"] == [record["label"], record["attacked"]]
     assert kept["settings"]["seed"] == record["seed"] == 5
@@ -287,7 +287,7 @@ def test_other_settings_and_runs_of_another_kind_are_refused(run, photos, tmp_pa
     words = ("--attack", "noise", "--out", tmp_path / "run")
     first = run(*words)
     assert first.exit_code == 0, first.output
-    assert "was finished before" in run(*words).stdout
+    assert "already complete" in run(*words).stdout
     assert "other settings: seed 0, not 1" in run(*words, "--seed", "1").stderr
     certified = run("--data", photos, "--out", tmp_path / "run", command="certify")
     assert "holds a run of another kind: attack, not certify" in certified.stderr

@@ -162,7 +162,7 @@ def test_kernels_that_repeat_are_asked_for_before_the_run(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(runtime, "use_deterministic_kernels", lambda: asked.append("deterministic"))
-    monkeypatch.setattr(run, "_train", lambda *_: asked.append("train"))
+    monkeypatch.setattr(run, "_train", lambda *_, **__: asked.append("train"))
     run.train(options(tmp_path))
     assert asked == ["train"]
     run.train(options(tmp_path, deterministic=True))

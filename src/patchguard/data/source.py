@@ -16,7 +16,6 @@ from patchguard.data.dataset import sample_evenly
 from patchguard.data.decode import Unreadable, decode
 from patchguard.data.folder import Listing
 from patchguard.errors import InputError, nearest
-from patchguard.geometry.preprocess import Preprocess
 
 DATASETS = ("cifar10", *folder.CLASS_FOLDERS, "folder")  # those with a training part
 
@@ -59,7 +58,7 @@ class Source:
             raise InputError(f"`limit` must be a whole number, 1 or more; got {count}.")
         return self if count >= len(self) else self.subset(sample_evenly(count, len(self), seed))
 
-    def preprocess(self, preprocess: Preprocess) -> "Source":
+    def preprocess(self, preprocess: Callable[[Tensor], Tensor]) -> "Source":
         """Return the images as `preprocess` leaves them, rounded to 8 bits."""
 
         def read(index: int) -> UInt8[Tensor, "3 height width"]:

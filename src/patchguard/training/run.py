@@ -110,16 +110,10 @@ def train(
     if options.deterministic:
         runtime.use_deterministic_kernels()
     with runtime.process_group(runtime.resolve_device(options.device)) as device:
-        return _train(options, device, on_epoch, on_step, should_stop)
+        return _train(options, device, on_epoch=on_epoch, on_step=on_step, should_stop=should_stop)
 
 
-def _train(
-    options: Options,
-    device: torch.device,
-    on_epoch: loop.OnEpoch,
-    on_step: OnStep,
-    should_stop: Callable[[], bool],
-) -> dict[str, Any] | None:
+def _train(options: Options, device: torch.device, **callbacks: Any) -> dict[str, Any] | None:
     recipe = options.recipe
     if device.type == "cuda" and not options.deterministic:
         torch.backends.cudnn.benchmark = True
@@ -137,9 +131,7 @@ def _train(
         epochs=options.read_epochs(),
         budget=options.budget(certified),
         held_out=held_out if len(held_out) else None,
-        on_epoch=on_epoch,
-        on_step=on_step,
-        should_stop=should_stop,
+        **callbacks,
     )
     if not finished or runtime.rank() > 0:
         return None

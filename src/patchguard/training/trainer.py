@@ -61,7 +61,6 @@ class Trainer:
             self.guard: TrainableGuard = self.objective.build_guard(data.class_names)
         if recipe.model.init_from is not None:
             init_from(self.guard.model, recipe.model.init_from)
-        self.objective.prepare(self.guard)
         teacher = recipe.loss.teacher
         self.teacher = None if teacher is None else load_teacher(teacher, self.guard.model.classes, device)
         self.guard.model.to(device=device, memory_format=memory_format_of(device))

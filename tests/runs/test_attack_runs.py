@@ -16,15 +16,13 @@ from patchguard.attacks.adapters import Called
 from patchguard.attacks.base import Attacked
 from patchguard.data.source import Source
 from patchguard.defenses import Undefended
-from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
 from patchguard.report import render as report
 from patchguard.runs import attack_gallery
-from patchguard.runs.job import Job
-from patchguard.runs.loop import check_complete, pool
-from patchguard.runs.plan import WrittenPatch
+from patchguard.runs.attack import Trial, describe_budget, refute
+from patchguard.runs.engine import check_complete, worker_pool
+from patchguard.runs.job import Job, WrittenPatch
 from patchguard.runs.records import Folder
-from patchguard.runs.refute import Trial, budget_of, refute
 
 # -- runs from Python --------------------------------------------------------------------------------------------------
 
@@ -55,7 +53,7 @@ def test_any_function_can_be_used_to_refute(tmp_path):
         return changed
 
     attack = Called(function=whiten)
-    assert "whiten" in budget_of(attack)["function"]
+    assert "whiten" in describe_budget(attack)["function"]
     plain = threshold_guard.make_guard(Undefended())
     outcome = refute(trial(attack, plain), tmp_path, device="cpu")
     found = sorted(Folder(tmp_path).records(), key=lambda each: each["index"])
@@ -80,7 +78,7 @@ class Claims(Attack):
 
 @pytest.mark.parametrize("proved", [True, False])
 def test_a_certified_label_that_the_attack_alone_saw_change_is_refuted(tmp_path, monkeypatch, proved):
-    monkeypatch.setattr("patchguard.runs.refute.budget_of", lambda attack: {})
+    monkeypatch.setattr("patchguard.runs.attack.describe_budget", lambda attack: {})
     guard = None if proved else threshold_guard.make_guard(Undefended())
     summary = refute(trial(Claims(), guard), tmp_path, device="cpu").summary
     found = list(Folder(tmp_path).records())
@@ -104,7 +102,7 @@ def test_a_run_is_summed_up_only_when_every_image_is_recorded_once(tmp_path):
     def recorded(*indices: int) -> Folder:
         for shard in folder.shards():
             shard.unlink()
-        with folder.locked(first=True), folder.appending(0) as records:
+        with folder.lock(), folder.open_shard(0) as records:
             records.append([{"index": index, "name": "x"} for index in indices])
         return folder
 
@@ -124,7 +122,7 @@ def test_a_run_that_is_stopped_does_not_begin_what_is_queued():
         go.wait(10)
 
     def stopped() -> None:
-        with pool(1) as workers:
+        with worker_pool(1) as workers:
             for number in range(5):
                 workers.submit(work, number)
             while not begun:
@@ -184,11 +182,8 @@ def test_maps_of_other_shapes_are_refused(copied):
 
 
 def test_without_a_proof_the_report_shows_the_class_that_came_closest():
-    logits = torch.zeros(2, 4, 1, 1)
-    logits[1, :, 0, 0] = torch.tensor([1.0, 9.0, 5.0, 2.0])
-    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    scores = torch.tensor([1.0, 9.0, 5.0, 2.0], dtype=torch.float64)
     record = {"label": 1, "attacked": 1, "margin": None, "rival": 0}
-    maps = Evidence(low=None)(logits)
-    assert attack_gallery.view(images[0], images[1], record, maps).other == 2
-    assert attack_gallery.view(images[0], images[1], record | {"margin": -1.0}, maps).other == 0
-    assert attack_gallery.view(images[0], images[1], record | {"attacked": 3}, maps).other == 3
+    assert attack_gallery.find_other_class(record, scores) == 2
+    assert attack_gallery.find_other_class(record | {"margin": -1.0}, scores) == 0
+    assert attack_gallery.find_other_class(record | {"attacked": 3}, scores) == 3

@@ -13,7 +13,7 @@ from patchguard.attacks.base import Attack, Draws, Found, check_count, covered, 
 from patchguard.attacks.placement import random_places
 from patchguard.attacks.victim import Images, Victim
 from patchguard.data import sample
-from patchguard.data.images import check_images
+from patchguard.data.images import validate_images
 from patchguard.patch import Patch
 
 CONTENTS = 1  # the purpose of these draws
@@ -125,7 +125,7 @@ class Copy(Attack):
     def __post_init__(self) -> None:
         check_count("tries", self.tries)
         if self.donors is not None:
-            check_images(self.donors)
+            validate_images(self.donors)
 
     def run(
         self,

@@ -20,7 +20,7 @@ from patchguard.attacks.climb import part_size
 from patchguard.attacks.objectives import Case, cross_entropy
 from patchguard.attacks.precision import reduced
 from patchguard.attacks.victim import Images, Victim, device_of
-from patchguard.data.images import check_images
+from patchguard.data.images import validate_images
 from patchguard.errors import InputError
 from patchguard.patch import Patch
 from patchguard.runtime import make_generator
@@ -72,7 +72,7 @@ def learn_patch(
     of the step and the share of these images that the undefended network takes for the aim. Rotation and scale happen
     only here: as an `Attack`, the patch is shown straight, in exactly its own rectangle.
     """
-    check_images(images)
+    validate_images(images)
     height, width = images.shape[-2:]
     patch.check_fits(height, width)
     check_count("steps", steps)
@@ -155,7 +155,7 @@ def load_patch(path: Path | str) -> Picture:
 
 def apply_patch(png: Path | str | Picture, images: Images, places: Places) -> Images:
     """Return the images with the patch, in its own size, at each of `places` (top left corners, row and column)."""
-    check_images(images)
+    validate_images(images)
     picture = (png if isinstance(png, Tensor) else load_patch(png)).to(images)
     patch = Patch(*picture.shape[-2:])
     height, width = images.shape[-2:]

@@ -103,7 +103,7 @@ def attack(
     if seed < 0:
         raise InputError(f"`--seed` must be a whole number of at least 0; got {seed}.")
     source = open_sources([data], root)
-    source = source if limit is None else source.limited(limit)
+    source = source if limit is None else source.limit(limit)
     if only is not None and not 0 <= only < len(source):
         raise InputError(f"`--only` must be the number of an image, 0 to {len(source) - 1}; got {only}.")
     job = prepare(

@@ -66,10 +66,10 @@ def test_a_sound_guard_is_never_refuted_and_everything_is_recorded(run, photos, 
     shown = run("--patch", "2", *GRADIENTS, "--out", tmp_path)
     assert shown.exit_code == 0, shown.output
     for words in (
-        "right without an attack",
-        "right under the attack",
-        "right, and proved to stay",
-        "proved, but broken",
+        "correct without an attack",
+        "correct under the attack",
+        "correct and certified",
+        "certified, but broken",
     ):
         assert words in shown.stdout
     found = records(tmp_path)

@@ -13,7 +13,7 @@ from helpers.weak_networks import Texture, dark_images, undefended_guard
 from patchguard.attacks.adaptive import Adaptive
 from patchguard.attacks.baselines import Colors
 from patchguard.attacks.patch_pgd import PatchPGD
-from patchguard.data.classes import CIFAR10
+from patchguard.data.catalog import CIFAR10_CLASSES
 from patchguard.data.source import open_source
 from patchguard.defenses import Undefended
 from patchguard.defenses.evidence import Evidence
@@ -95,7 +95,9 @@ def test_a_refuted_certificate_is_counted():
 def test_the_experiment_compares_the_models_of_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = randomize_weights(build("resnet18", classes=10, width=0.1, small_images=True))
     context = Context(cache=tmp_path, limit=2)
-    save_model(context, "cifar10_resnet18", LocalGuard(Preprocess(), model, Evidence(low=None), Undefended(), CIFAR10))
+    save_model(
+        context, "cifar10_resnet18", LocalGuard(Preprocess(), model, Evidence(low=None), Undefended(), CIFAR10_CLASSES)
+    )
     save_model(context, "cifar10", thin_guard())
     monkeypatch.setattr(Context, "_all_images", lambda self, dataset: open_source("sample"))
     quick = Options(attack=replace(FAST.attack, steps=1), adaptive=replace(FAST.adaptive, steps=1), tries=1)

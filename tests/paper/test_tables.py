@@ -18,7 +18,8 @@ from patchguard.paper import thresholds as detection
 from patchguard.paper.cached_logits import CachedLogits
 from patchguard.paper.counting import count
 from patchguard.paper.experiment import Row, Table, format_value, to_percent, to_png
-from patchguard.paper.fast_certificates import LOGITS, SIGNED, masking
+from patchguard.paper.fast_certificates import masking
+from patchguard.paper.query import LOGITS, SIGNED, Batch
 from patchguard.patch import Patch
 
 CPU = torch.device("cpu")
@@ -193,7 +194,7 @@ def test_thresholds_are_what_the_defense_proves(guard, side):
 def test_bounds_prove_what_the_defense_certifies(guard, windows, size):
     logits = leading_logits(guard, count=120, spread=1.5)
     evidence = LOGITS(size * torch.from_numpy(logits.local_logits).float())
-    bounds = detection.Bounds.of(evidence, windows, logits.targets)
+    bounds = detection.Bounds(Batch(evidence, logits.targets), windows)
     for threshold in detection.THRESHOLDS:
         proof = RobustMasking(masks=windows, threshold=threshold).certify(evidence, windows)
         correct = proof.label == logits.targets
@@ -207,7 +208,7 @@ def test_bounds_hold_where_a_rival_has_all_its_evidence_in_one_place(guard):
     logits[:, 3, 2:4, 2:4] += 3 * torch.rand(400, 1, 1, generator=generator)
     logits[torch.arange(400), targets] += 0.6 * torch.rand(400, 1, 1, generator=generator)
     evidence = LOGITS(logits)
-    bounds = detection.Bounds.of(evidence, windows, targets)
+    bounds = detection.Bounds(Batch(evidence, targets), windows)
     for threshold in detection.THRESHOLDS:
         proof = RobustMasking(masks=windows, threshold=threshold).certify(evidence, windows)
         correct = proof.label == targets
@@ -216,7 +217,7 @@ def test_bounds_hold_where_a_rival_has_all_its_evidence_in_one_place(guard):
 
 def test_only_windows_that_quick_bounds_leave_open_are_searched(guard, monkeypatch):
     logits, windows = leading_logits(guard), Windows.sliding(grid=(7, 7), size=(2, 2))
-    bounds = detection.Bounds.of(LOGITS(torch.from_numpy(logits.local_logits).float()), windows, logits.targets)
+    bounds = detection.Bounds(Batch(LOGITS(torch.from_numpy(logits.local_logits).float()), logits.targets), windows)
     searched = []
 
     def intersect(values, windows, region):
@@ -233,7 +234,7 @@ def test_the_published_bound_is_algorithm_2_as_printed(guard):
     logits = leading_logits(guard, grid=(4, 4), count=20)
     windows = Windows.sliding(grid=(4, 4), size=(2, 2))
     evidence = LOGITS(torch.from_numpy(logits.local_logits).float())
-    bounds = detection.Bounds.of(evidence, windows, logits.targets)
+    bounds = detection.Bounds(Batch(evidence, logits.targets), windows)
     for threshold in detection.THRESHOLDS[:-1]:
         assert bounds.published(threshold).tolist() == [
             _algorithm_2(values, int(target), windows, threshold)

@@ -69,7 +69,9 @@ class Claims(Attack):
     def __call__(self, victim, images, target, patch, *, aim=None, seed=0, numbers=None) -> AttackResult:
         """Return the images as they are."""
         places = torch.zeros(len(images), 1, 2, dtype=torch.int64)
-        return AttackResult(images=images, label=1 - target, broken=torch.ones_like(target, dtype=bool), positions=places)
+        return AttackResult(
+            images=images, label=1 - target, broken=torch.ones_like(target, dtype=bool), positions=places
+        )
 
     def run(self, *_: object) -> None:
         """Is not called."""

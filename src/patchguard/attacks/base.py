@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from patchguard.data.images import check_images
+from patchguard.data.images import validate_images
 from patchguard.errors import InputError, nearest
 from patchguard.guard import Prediction
 from patchguard.patch import Patch
@@ -128,7 +128,7 @@ class Attack(ABC):
             raise InputError(f"`patch` must be a Patch, such as Patch(5); got {patch!r}.")
         if not callable(getattr(victim, "predict", None)):
             raise InputError(f"`victim` must have a method `predict`, as a Guard has; got {type(victim).__name__}.")
-        check_images(images)
+        validate_images(images)
         patch.check_fits(*images.shape[-2:])
         home, device = images.device, find_device(victim, images)
         original = images.detach().to(device)

@@ -26,7 +26,7 @@ from patchguard.attacks.base import (
 )
 from patchguard.attacks.positions import random_positions
 from patchguard.data import sample
-from patchguard.data.images import check_images
+from patchguard.data.images import validate_images
 from patchguard.errors import InputError
 from patchguard.guard import Guard
 from patchguard.patch import Patch
@@ -204,7 +204,7 @@ class Copy(Attack):
     def __post_init__(self) -> None:
         require_integer("tries", self.tries)
         if self.donors is not None:
-            check_images(self.donors)
+            validate_images(self.donors)
 
     def run(
         self,

@@ -31,7 +31,7 @@ from patchguard.attacks.base import (
 from patchguard.attacks.baselines import try_contents
 from patchguard.attacks.gradient_ascent import gradient_batch_size
 from patchguard.attacks.objectives import Goal, cross_entropy
-from patchguard.data.images import check_images
+from patchguard.data.images import validate_images
 from patchguard.errors import InputError
 from patchguard.patch import Patch
 from patchguard.runtime import make_generator
@@ -83,7 +83,7 @@ def learn_patch(
     `progress` gets the number of the step and the fraction of these images that the undefended network takes for the
     aim. Rotation and scale happen only here: as an `Attack`, the patch is shown straight, in exactly its own rectangle.
     """
-    check_images(images)
+    validate_images(images)
     height, width = images.shape[-2:]
     patch.check_fits(height, width)
     require_integer("steps", steps)
@@ -167,7 +167,7 @@ def load_patch(path: Path | str) -> Picture:
 
 def apply_patch(png: Path | str | Picture, images: Images, positions: Positions) -> Images:
     """Return the images with the patch, in its own size, at each of `positions` (top left corners)."""
-    check_images(images)
+    validate_images(images)
     picture = (png if isinstance(png, Tensor) else load_patch(png)).to(images)
     patch = Patch(*picture.shape[-2:])
     height, width = images.shape[-2:]

@@ -26,8 +26,8 @@ from patchguard.paper.counting import (
     sum_over_batches,
 )
 from patchguard.paper.experiment import TITLES, Missing, Result, Row, Value
-from patchguard.paper.fast_certificates import SIGNED, Query
 from patchguard.paper.networks import Network
+from patchguard.paper.query import SIGNED, Query
 from patchguard.runs.metrics import proportion
 
 PLAIN = Query(evidence=SIGNED, defense=Undefended())

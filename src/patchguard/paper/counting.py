@@ -16,16 +16,11 @@ from patchguard.geometry.windows import Windows
 from patchguard.paper.cached_logits import CachedLogits
 from patchguard.paper.context import Context
 from patchguard.paper.experiment import Drawing, Missing, Result, Row, Table, Value
-from patchguard.paper.fast_certificates import Batch, Query
 from patchguard.paper.networks import Network, patches
+from patchguard.paper.query import Batch, Query
 from patchguard.patch import Patch
 from patchguard.runs.metrics import proportion
 from patchguard.runs.summary import Proportion
-
-CONFIDENCE = Evidence(kind="confidence")
-PREDICTION = Evidence(kind="prediction")
-VOTE = Evidence(kind="vote", threshold=0.2)
-TANH = Evidence(kind="tanh")
 
 Key = TypeVar("Key", bound=Hashable)
 

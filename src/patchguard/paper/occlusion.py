@@ -30,8 +30,8 @@ from patchguard.paper import networks, published
 from patchguard.paper.cached_logits import CachedLogits, prepared_batches
 from patchguard.paper.context import Context
 from patchguard.paper.experiment import TITLES, Missing, Result, Row, Table
-from patchguard.paper.fast_certificates import LOGITS, SIGNED
 from patchguard.paper.figures import RED
+from patchguard.paper.query import LOGITS, SIGNED
 from patchguard.patch import Patch
 from patchguard.runs.metrics import proportion
 

@@ -21,19 +21,10 @@ from patchguard.geometry.windows import Windows
 from patchguard.paper import networks
 from patchguard.paper.cached_logits import CachedLogits
 from patchguard.paper.context import Context
-from patchguard.paper.counting import (
-    CLEAN_ROBUST,
-    CONFIDENCE,
-    PREDICTION,
-    TANH,
-    VOTE,
-    clean_robust,
-    count,
-    describe_rounding,
-    make_result,
-)
+from patchguard.paper.counting import CLEAN_ROBUST, clean_robust, count, describe_rounding, make_result
 from patchguard.paper.experiment import TITLES, Missing, Result, Row, Table, Value, to_percent
-from patchguard.paper.fast_certificates import LOGITS, SIGNED, Query, double_masking, masking, ranked
+from patchguard.paper.fast_certificates import double_masking, masking, ranked, summed
+from patchguard.paper.query import CONFIDENCE, LOGITS, PREDICTION, SIGNED, TANH, VOTE, Query
 from patchguard.patch import Patch
 from patchguard.runs.summary import Proportion
 
@@ -124,10 +115,8 @@ def make_rules(logits: CachedLogits) -> dict[str, Callable[[Windows], Query | st
         "cell masking": cell_masking,
         "trimmed mean": trimmed_mean,
         "median": median,
-        "sum of confidences" if bands else "clipped sum (CBN)": lambda windows: Query(
-            evidence=bounded, defense=ClippedSum(), windows=windows
-        ),
-        "majority vote (DS)": lambda windows: Query(evidence=votes, defense=MajorityVote(), windows=windows),
+        "sum of confidences" if bands else "clipped sum (CBN)": lambda windows: summed(ClippedSum(), windows, bounded),
+        "majority vote (DS)": lambda windows: summed(MajorityVote(), windows, votes),
     }
 
 

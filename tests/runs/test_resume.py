@@ -145,7 +145,7 @@ def test_records_of_an_older_release_are_shown_and_not_gone_on_with(run, tmp_pat
 
 def test_an_image_that_would_take_too_much_memory_is_recorded_and_the_run_goes_on(run, photos, tmp_path, monkeypatch):
     draw(photos / "large.bmp", 90, side=100)
-    monkeypatch.setattr(decode, "MOST_BYTES", 60_000, raising=False)
+    monkeypatch.setattr(decode, "MAX_BYTES", 60_000, raising=False)
     assert run().exit_code == 0
     errors = {each["name"]: each.get("error") for each in Folder(tmp_path / "run").records()}
     assert "more than the limit" in errors.pop("large.bmp")

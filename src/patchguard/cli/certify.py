@@ -78,7 +78,7 @@ def certify(
 
     source = open_sources([data], root)
     job = prepare(
-        source=source if limit is None else source.limited(limit),
+        source=source if limit is None else source.limit(limit),
         data=data,
         model=model,
         patches=patch or (),

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from patchguard import verify
-from patchguard.data.images import check_images
+from patchguard.data.images import validate_images
 from patchguard.defenses import Undefended
 from patchguard.defenses.base import Defense, Proof
 from patchguard.defenses.evidence import Evidence, EvidenceMap, Kind
@@ -420,7 +420,7 @@ class LocalGuard(Guard, Generic[Proof]):
 
         A network without a field may answer; for `proving`, it is refused before it runs.
         """
-        check_images(images)
+        validate_images(images)
         device, dtype = device_and_dtype(self.model)
         height, width = self.preprocess.output_size(*images.shape[-2:])
         self.model.check_size(height, width)

@@ -30,9 +30,9 @@ from numpy.lib.format import open_memmap
 from torch import Tensor
 
 from patchguard import runtime
+from patchguard.data.dataset import sample_evenly
 from patchguard.data.decode import Unreadable
-from patchguard.data.draw import spread
-from patchguard.data.loading import decoded
+from patchguard.data.loading import iterate_images
 from patchguard.data.source import Source
 from patchguard.errors import InputError
 from patchguard.geometry.preprocess import Preprocess
@@ -195,7 +195,7 @@ def prepared_batches(
     """Yield batches of the images that can be read, as the network sees them, with their indices in the source."""
     indices: list[int] = []
     images: list[Tensor] = []
-    for index, image in enumerate(decoded(source)):
+    for index, image in enumerate(iterate_images(source)):
         if isinstance(image, Unreadable):
             logger.warning("left out: %s", image)
         else:
@@ -209,7 +209,7 @@ def prepared_batches(
 
 
 def _image_size(source: Source, prepare: Preprocess | None) -> tuple[int, int]:
-    for image in decoded(source, workers=0):
+    for image in iterate_images(source, workers=0):
         if not isinstance(image, Unreadable):
             height, width = image.shape[1], image.shape[2]
             return (height, width) if prepare is None else prepare.output_size(height, width)
@@ -250,7 +250,7 @@ def _write(
 ) -> None:
     """Compute and write a folder block by block; blocks that an earlier process finished are used again."""
     parts = folder.with_name(f".{folder.name}.parts")
-    sample = set(spread(min(SAMPLE, total), total))
+    sample = set(sample_evenly(min(SAMPLE, total), total))
     try:
         parts.mkdir(parents=True, exist_ok=True)
         paths = []

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from patchguard.data.images import check_images
+from patchguard.data.images import validate_images
 from patchguard.defenses.base import Defense
 from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
@@ -78,7 +78,7 @@ class Cleaned:
 
     def predict(self, images: Images) -> Prediction:
         """Return the guard's label of each cleaned image."""
-        check_images(images)
+        validate_images(images)
         device = device_and_dtype(self.model)[0]
         pixels = images.shape[-2] * images.shape[-1]
         parts = torch.split(images, max(1, PIXELS_AT_ONCE.get(device.type, PIXELS_AT_ONCE["cuda"]) // pixels))

@@ -1,6 +1,6 @@
 """tab-huge-provable: clean and provable robust accuracy of Mask-BN, Mask-DS, CBN, DS and IBP; double masking beside."""
 
-from patchguard.data.loading import loaded
+from patchguard.data.loading import load_images
 from patchguard.defenses import ClippedSum, MajorityVote
 from patchguard.paper import networks, published
 from patchguard.paper.context import Context
@@ -94,7 +94,7 @@ def interval_rows(context: Context, dataset: str) -> list[Row]:
             notes.append(str(missing))
             continue
         guard.model.to(context.device)
-        images, _ = loaded(context.images(dataset), size=(CIFAR10_SIZE, CIFAR10_SIZE))
+        images, _ = load_images(context.images(dataset), size=(CIFAR10_SIZE, CIFAR10_SIZE))
         accuracy = evaluate(guard, images, patch)
         ours += [proportion(accuracy.correct, accuracy.total), proportion(accuracy.certified_correct, accuracy.total)]
         notes.append(name)

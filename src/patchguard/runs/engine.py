@@ -24,7 +24,7 @@ from torch import Tensor
 
 from patchguard import runtime
 from patchguard.data.decode import Unreadable
-from patchguard.data.loading import decoded
+from patchguard.data.loading import iterate_images
 from patchguard.data.source import Source
 from patchguard.errors import InputError
 from patchguard.guard import Examination, Plan
@@ -128,7 +128,7 @@ def check_images(folder: Folder, source: Source) -> None:
     folder.mark_recorded(len(source))
     recorded = list(folder.image_digests())
     changed: list[str] = []
-    images = decoded(source.subset([index for index, _ in recorded]))
+    images = iterate_images(source.subset([index for index, _ in recorded]))
     for (index, digest), image in zip(recorded, images, strict=True):
         if digest != (None if isinstance(image, Unreadable) else image_digest(image)):
             changed.append(source.names[index])
@@ -191,7 +191,7 @@ def split_by_size(source: Source, blocks: Sequence[range]) -> Iterator[Batch | F
     Which images share a batch depends on the source and the block alone. Networks round differently in batches of
     other sizes; so a run that is stopped, or divided among processes, still computes the same numbers.
     """
-    images = decoded(source.subset([index for block in blocks for index in block]))
+    images = iterate_images(source.subset([index for block in blocks for index in block]))
     for block in blocks:
         by_size: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
         for index, image in zip(block, images, strict=False):

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float32, UInt8
 from torch import Tensor
 
-from patchguard.data.loading import resized
+from patchguard.data.loading import resize_image
 from patchguard.guard import Examination, Guard, Task
 from patchguard.runs.records import Folder, Record
 from patchguard.runs.summary import CertifySettings
@@ -135,5 +135,5 @@ def picture(image: UInt8[Tensor, "3 _ _"]) -> UInt8[np.ndarray, "height width 3"
     height, width = image.shape[1:]
     longer = max(height, width)
     if longer > LONGEST:
-        image = resized(image, (max(1, height * LONGEST // longer), max(1, width * LONGEST // longer)))
+        image = resize_image(image, (max(1, height * LONGEST // longer), max(1, width * LONGEST // longer)))
     return np.asarray(image.permute(1, 2, 0).contiguous().numpy())

@@ -1,17 +1,14 @@
 """The images of a run: opened by name, with classes numbered as the model's are."""
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import accumulate
 from pathlib import Path
 
 from torch import Tensor
 
 from patchguard.data.decode import Unreadable
-from patchguard.data.loading import decoded
+from patchguard.data.loading import iterate_images
 from patchguard.data.source import Source, open_source
 from patchguard.errors import InputError
 from patchguard.guard import Guard
@@ -30,29 +27,24 @@ def open_sources(names: Sequence[str], root: Path | None = None, *, labeled: boo
         for name, source in zip(names, sources, strict=True)
         for image_name in source.names
     ]
-    starts = list(accumulate((len(source) for source in sources), initial=0))
-    read, state = partial(_read_joined, sources, starts), partial(_state_joined, sources, starts)
-    return Source(tuple(image_names), None, (), read, sum(each.ignored for each in sources), state)
+    images = [(source, index) for source in sources for index in range(len(source))]
 
+    def read(index: int) -> Tensor:
+        source, own_index = images[index]
+        return source.read(own_index)
 
-# At module level, so that sources can be pickled.
+    def fingerprint(index: int) -> str:
+        source, own_index = images[index]
+        return source.fingerprint(own_index)
 
-
-def _read_joined(sources: list[Source], starts: list[int], index: int) -> Tensor:
-    number = bisect_right(starts, index) - 1
-    return sources[number].read(index - starts[number])
-
-
-def _state_joined(sources: list[Source], starts: list[int], index: int) -> str:
-    number = bisect_right(starts, index) - 1
-    return sources[number].state(index - starts[number])
+    return Source(tuple(image_names), None, (), read, sum(each.ignored for each in sources), fingerprint)
 
 
 def find_usual_size(source: Source) -> tuple[int, int]:
     """Return the size of the largest of the first images, by its shorter side; raise if no image can be read."""
     sizes: list[tuple[int, int]] = []
     reason = ""
-    for image in decoded(source):
+    for image in iterate_images(source):
         if isinstance(image, Unreadable):
             reason = reason or str(image)
             continue
@@ -96,5 +88,5 @@ def digest_source(source: Source) -> str:
     total = hashlib.sha256()
     for index, name in enumerate(source.names):
         target = None if source.targets is None else source.targets[index]
-        total.update(f"{name}\0{target}\0{source.state(index)}\n".encode("utf-8", "surrogateescape"))
+        total.update(f"{name}\0{target}\0{source.fingerprint(index)}\n".encode("utf-8", "surrogateescape"))
     return total.hexdigest()

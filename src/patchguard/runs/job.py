@@ -185,7 +185,7 @@ def prepare(
     digest = loaded.digest
     source = align_classes(source, loaded)
     if space == "input":
-        source, loaded = source.prepared(loaded.to_network_pixels), loaded.without_preprocess()
+        source, loaded = source.preprocess(loaded.to_network_pixels), loaded.without_preprocess()
     size = find_usual_size(source)
     written = written or (choose_default_patch(recipe, size),)
     in_pixels = [patch.at(*size) for patch in written]

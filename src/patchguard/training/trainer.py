@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from patchguard import runtime
-from patchguard.data.datasets import Dataset
+from patchguard.data.dataset import Dataset
 from patchguard.data.source import Source
 from patchguard.errors import InputError
 from patchguard.runtime import derive_seed

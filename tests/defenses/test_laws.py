@@ -240,3 +240,8 @@ def test_a_defense_says_whether_a_negative_margin_means_an_attack(name) -> None:
     assert defense.exact(maps, windows) == (name not in sound_only)
     if hasattr(defense, "spatial"):
         assert not replace(defense, spatial=False).exact(maps, windows)
+
+
+def test_the_standalone_checker_knows_four_defenses() -> None:
+    checkable = {type(defense).__name__ for defense, _ in DEFENSES.values() if defense.checkable}
+    assert checkable == {"RobustMasking", "DoubleMasking", "ClippedSum", "MajorityVote"}

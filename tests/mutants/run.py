@@ -68,7 +68,7 @@ TESTS = {
     ],
     "geometry/trace.py": ["geometry/test_trace_shapes.py", "geometry/test_trace.py", "geometry/test_program.py"],
     "verify.py": ["test_verify.py", "test_verify_mutants.py"],
-    "guard.py": ["guards/test_local.py", "guards/test_interval.py", "runs/test_batches.py"],
+    "guard.py": ["guards/test_local.py", "guards/test_interval.py", "runs/test_engine.py"],
     "guards/local.py": ["guards/test_local.py", "guards/test_local_labels.py"],
     "guards/cell_claims.py": ["storage/test_certificate_file.py"],
     "storage/certificate_file.py": ["storage/test_certificate_file.py"],

@@ -86,10 +86,10 @@ def test_a_sound_guard_is_never_refuted_and_everything_is_recorded(run, photos, 
     assert held["margin"] > 0
     assert len(held["places"]) == 1
     summary = json.loads((tmp_path / "summary.json").read_text())
-    shares = {name: (summary[name]["right"], summary[name]["of"]) for name in ("clean", "attacked", "certified")}
+    shares = {name: (summary[name]["correct"], summary[name]["total"]) for name in ("clean", "attacked", "certified")}
     assert shares == {"clean": (8, 9), "attacked": (8, 9), "certified": (8, 9)}
     assert summary["refuted"] == []
-    assert summary["broken"]["of"] == 0
+    assert summary["broken"]["total"] == 0
     assert summary["settings"]["budget"]["steps"] == 6
     assert not (tmp_path / "refuted").exists()
     assert "What a failed attack does not prove" in (tmp_path / "report.html").read_text()
@@ -101,10 +101,10 @@ def test_every_attack_breaks_an_undefended_network_and_refutes_nothing(run, tmp_
     shown = run("--attack", attack, "--defense", "Undefended", *words, "--out", tmp_path, "--json")
     assert shown.exit_code == 0, shown.output
     summary = json.loads(shown.stdout)
-    assert summary["certified"]["right"] == 0
-    assert summary["broken"]["of"] == 8
-    assert summary["broken"]["right"] >= (0 if attack == "copy" else 4)
-    assert summary["attacked"]["right"] == 8 - summary["broken"]["right"]
+    assert summary["certified"]["correct"] == 0
+    assert summary["broken"]["total"] == 8
+    assert summary["broken"]["correct"] >= (0 if attack == "copy" else 4)
+    assert summary["attacked"]["correct"] == 8 - summary["broken"]["correct"]
     assert all(record.get("margin") is None for record in records(tmp_path).values())
 
 
@@ -126,8 +126,8 @@ def test_a_targeted_attack_counts_its_aim_and_leaves_its_class_alone(run, tmp_pa
     words = ("--attack", "colours", "--defense", "Undefended", "--aim", "bright", "--out", tmp_path, "--json")
     summary = json.loads(run(*words).stdout)
     assert summary["settings"]["aim"] == 0
-    assert summary["aimed"]["of"] == 4
-    assert summary["aimed"]["right"] > 0
+    assert summary["aimed"]["total"] == 4
+    assert summary["aimed"]["correct"] > 0
     found = records(tmp_path)
     assert found["bright/000.png"]["places"] is None
     assert not found["bright/000.png"]["broken"]
@@ -137,8 +137,8 @@ def test_images_without_classes_must_keep_their_labels(run, photos, tmp_path):
     pattern = f"{photos}/*/0*.png"
     shown = run("--data", pattern, "--attack", "colours", "--defense", "Undefended", "--out", tmp_path, "--json")
     summary = json.loads(shown.stdout)
-    assert (summary["labelled"], summary["attacked"]["of"]) == (False, 8)
-    assert summary["attacked"]["right"] < 8
+    assert (summary["labeled"], summary["attacked"]["total"]) == (False, 8)
+    assert summary["attacked"]["correct"] < 8
     assert "Label unchanged" in (tmp_path / "report.html").read_text()
 
 
@@ -176,9 +176,9 @@ def test_a_certificate_whose_windows_are_one_cell_too_small_is_refuted(run, unso
     assert (changed >= (top, left)).all()
     assert (changed < (top + tall, left + wide)).all()
     with np.load(out / "refuted" / f"{name}-evidence.npz", allow_pickle=False) as arrays:
-        moved = np.argwhere((arrays["before"] != arrays["after"]).any(0))
-        assert arrays["before"].sum((1, 2)).argmax() == record["label"]
-        assert arrays["after"].sum((1, 2)).argmax() == record["attacked"]
+        moved = np.argwhere((arrays["before_evidence"] != arrays["after_evidence"]).any(0))
+        assert arrays["before_evidence"].sum((1, 2)).argmax() == record["label"]
+        assert arrays["after_evidence"].sum((1, 2)).argmax() == record["attacked"]
     assert np.ptp(moved[:, 0]) == 3  # four rows of cells; the planted windows have three
     assert kept["labels_alone"] == [record["label"], record["attacked"]]
     assert kept["settings"]["seed"] == record["seed"] == 5
@@ -207,8 +207,8 @@ def test_the_certificate_of_a_wrong_label_is_refuted_as_well(run, photos, tmp_pa
         shown = run(*words)
     assert shown.exit_code == 3, shown.output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["clean"]["right"] == 0
-    assert summary["fallen"]["right"] == summary["fallen"]["of"] == 8
+    assert summary["clean"]["correct"] == 0
+    assert summary["certified_broken"]["correct"] == summary["certified_broken"]["total"] == 8
 
 
 def test_what_was_refuted_before_a_kill_counts_though_it_is_not_found_again(run, model, tmp_path):
@@ -229,8 +229,8 @@ def test_a_rule_that_detects_promises_the_label_or_an_alert(run, tmp_path):
     sound = run("--model", guarded, *GRADIENTS, "--out", tmp_path / "sound", "--json")
     assert sound.exit_code == 0, sound.output
     summary = json.loads(sound.stdout)
-    assert summary["alerts"]["right"] == 8  # the plain sum falls, and an alert is raised
-    assert summary["attacked"]["right"] == summary["certified"]["right"] == 8
+    assert summary["alerts"]["correct"] == 8  # the plain sum falls, and an alert is raised
+    assert summary["attacked"]["correct"] == summary["certified"]["correct"] == 8
     shown = run("--model", guarded, *GRADIENTS, "--out", tmp_path / "sound")
     assert "right, and proved to stay (or an alert)" in shown.stdout
     page = (tmp_path / "sound" / "report.html").read_text()
@@ -287,7 +287,7 @@ def test_other_settings_and_runs_of_another_kind_are_refused(run, photos, tmp_pa
     words = ("--attack", "noise", "--out", tmp_path / "run")
     first = run(*words)
     assert first.exit_code == 0, first.output
-    assert "was finished before" in run(*words).stdout
+    assert "already complete" in run(*words).stdout
     assert "other settings: seed 0, not 1" in run(*words, "--seed", "1").stderr
     certified = run("--data", photos, "--out", tmp_path / "run", command="certify")
     assert "holds a run of another kind: attack, not certify" in certified.stderr

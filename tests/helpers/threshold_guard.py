@@ -81,13 +81,13 @@ def shrink_field(guard: LocalGuard, height: int, width: int) -> Field:
 def plant_mistake(mistake: str = "windows") -> Iterator[None]:
     """Make every certificate wrong."""
     with pytest.MonkeyPatch.context() as patched:
-        guard_file._reached.cache_clear()
+        guard_file._find_windows.cache_clear()
         if mistake == "windows":
             patched.setattr(Windows, "reached_by", staticmethod(shrink_windows))
         else:
             patched.setattr(LocalGuard, "_cells", shrink_field)
         yield
-    guard_file._reached.cache_clear()
+    guard_file._find_windows.cache_clear()
 
 
 def write_images(folder: Path, count: int, seed: int = 0) -> Path:

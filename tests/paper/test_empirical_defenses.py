@@ -37,12 +37,12 @@ FAST = Options(
 
 
 def test_an_attack_through_the_smoothing_breaks_what_one_on_the_bare_network_does_not():
-    images = StudyImages(dark_images(6), torch.zeros(6, dtype=torch.int64), tuple(range(6)))
+    images = StudyImages(dark_images(4), torch.zeros(4, dtype=torch.int64), tuple(range(4)))
     kept = compare(undefended_guard(Texture()), images, FAST)
     assert all(each.clean.all() and each.certified is None for each in kept.values())
     assert not kept["none"].plain.any()
     smoothed = kept["local_gradient_smoothing"]
-    assert int(smoothed.plain.sum()) >= 3
+    assert int(smoothed.plain.sum()) >= 2
     assert not smoothed.adaptive.any()
 
 
@@ -73,15 +73,15 @@ def test_a_victim_that_hides_its_gradient_falls_to_guesses():
 
 def test_a_certified_guard_beside_keeps_at_least_what_it_certifies():
     certified = srf_guard(side=16)
-    pixels = (random_images(12, 16) * 255).round().to(torch.uint8)
-    images = StudyImages(pixels, certified.predict(pixels.float() / 255).label, tuple(range(12)))
+    pixels = (random_images(10, 16) * 255).round().to(torch.uint8)
+    images = StudyImages(pixels, certified.predict(pixels.float() / 255).label, tuple(range(10)))
     bare = LocalGuard(Preprocess(), certified.model, Evidence(low=None), Undefended())
     options = replace(FAST, attack=replace(FAST.attack, steps=4))
     with pytest.raises(InputError, match="`guard` must be undefended"):
         compare(certified, images, options)
     kept = compare(bare, images, options, certified=certified)["certified"]
     assert not kept.refuted.any()
-    counts = {column: value["right"] for column, value in accuracies(kept).items()}
+    counts = {column: value.correct for column, value in accuracies(kept).items()}
     assert 0 < counts["certified"] < counts["clean"]  # both kinds are there
     assert counts["certified"] <= counts["adaptive"] <= counts["plain"] <= counts["clean"]
 

@@ -164,17 +164,17 @@ def test_imagenet_experiments_run_on_a_folder_of_a_thousand_classes(
 
 def test_photo_experiments_run_on_a_folder_of_photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for part in ("train", "val"):
-        paint(tmp_path / part, tuple(IMAGENETTE_BY_WORDNET), each=2, side=40)
-    context = Context(root=tmp_path, cache=tmp_path / "cache", limit=8)
+        paint(tmp_path / part, tuple(IMAGENETTE_BY_WORDNET), each=2, side=24)
+    context = Context(root=tmp_path, cache=tmp_path / "cache", limit=4)
     masks = RobustMasking(masks=ANY_MASKS)
     srf, resnet = (
         randomize_weights(build("srf", classes=10, field=5, widths=[8, 8])),
-        randomize_weights(build("resnet18", classes=10, width=0.1)),
+        randomize_weights(build("resnet18", classes=10, width=0.1, small_images=True)),
     )
-    save_model(context, "imagenette_mask_bn17", LocalGuard(Preprocess(), srf, Evidence(low=0.0), masks, IMAGENETTE), 32)
+    save_model(context, "imagenette_mask_bn17", LocalGuard(Preprocess(), srf, Evidence(low=0.0), masks, IMAGENETTE), 24)
     plain = LocalGuard(Preprocess(), resnet, Evidence(low=None), Undefended(), IMAGENETTE)
-    save_model(context, "imagenette_resnet50", plain, 32)
-    monkeypatch.setattr(occlusion, "SIDE", 12)
+    save_model(context, "imagenette_resnet50", plain, 24)
+    monkeypatch.setattr(occlusion, "SIDE", 8)
     blocks = EXPERIMENTS["occlusion"].run(context, "imagenette")
     (table,) = blocks.tables
     assert all(row.measured for row in table.rows)

@@ -40,7 +40,7 @@ def row(result, label, table=None) -> Row:
 
 
 def counts(values) -> list[int]:
-    return [value["right"] for value in values]
+    return [value.correct for value in values]
 
 
 ANY = Windows.sliding(grid=(1, 1), size=(1, 1))
@@ -114,7 +114,7 @@ def test_clipping_is_the_undefended_guard(context, guard, source):
     images, targets = pixels(source), torch.tensor(source.targets)
     for value, (low, high) in zip(found.ours, clean_accuracy.CLIPS, strict=True):
         plain = replace(guard, evidence=Evidence(low=low, high=high), defense=Undefended())
-        assert value["right"] == int((plain.predict(images).label == targets).sum())
+        assert value.correct == int((plain.predict(images).label == targets).sum())
     assert found.published == published.CLIPPINGS["cifar10"]["BagNet-17"]
 
 
@@ -285,7 +285,7 @@ def test_feature_masking_is_what_loops_count(guard):
             changed += sum(label != int(before) for label in labels)
             pairs += len(labels)
         assert found["Masked accuracy"][place] == pytest.approx(100 * correct / pairs)
-        assert found["% images"][place]["right"] == wrong_images
+        assert found["% images"][place].correct == wrong_images
         assert found["% windows per image"][place] == pytest.approx(100 * changed / pairs)
     assert found["% windows per image"][4] > 0
     assert found["% windows per image"][0] == 0
@@ -300,7 +300,7 @@ def test_larger_masks_certify_what_the_defense_says_and_lemma_1_less(context, lo
     evidence = LOGITS(torch.from_numpy(np.array(logits.local_logits)).float())
     for value, side in zip(largest.ours[1:], (2, 5, 8), strict=True):
         proof = RobustMasking(masks=masks).certify(evidence, logits.windows(Patch(side)), logits.targets)
-        assert value["right"] == int(proof.certified.sum())
+        assert value.correct == int(proof.certified.sum())
     lemma, tighter = (counts(each.ours) for each in bounds.rows)
     assert lemma == [lemma[0]] * 3
     assert lemma[0] == tighter[-1] < tighter[0]

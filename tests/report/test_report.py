@@ -96,7 +96,7 @@ def check_accessible(page: Page) -> None:
 
 def shares(value) -> list[dict]:
     if isinstance(value, dict):
-        return [value] if "share" in value else [each for inner in value.values() for each in shares(inner)]
+        return [value] if "fraction" in value else [each for inner in value.values() for each in shares(inner)]
     return []
 
 
@@ -114,13 +114,13 @@ def test_every_number_of_the_summary_is_shown(tmp_path):
     for refitted in summary["curve"]["refitted"].values():
         del refitted["proved"]  # right or wrong; where there are classes, curves show what is right
     for share in shares(summary):
-        assert plain(percent(share["share"])) in text
+        assert plain(percent(share["fraction"])) in text
         assert plain(interval(share["low"], share["high"])) in text
-        assert f"{share['right']:,} of {share['of']:,}" in text
+        assert f"{share['correct']:,} of {share['total']:,}" in text
     for each in summary["classes"]:
         counts = [each["clean"], *each["certified"].values()]
-        row = " ".join(f"{plain(percent(found / each['of'], 0))} {found}" for found in counts)
-        assert re.sub(r" +", " ", f"{each['name']} {each['of']} {row}") in text
+        row = " ".join(f"{plain(percent(found / each['total'], 0))} {found}" for found in counts)
+        assert re.sub(r" +", " ", f"{each['name']} {each['total']} {row}") in text
     for margins in summary["margins"].values():
         groups = zip(margins["certified"], margins["not_certified"], margins["wrong"], strict=True)
         for low, high, found in zip(margins["edges"], margins["edges"][1:], groups, strict=False):
@@ -134,7 +134,7 @@ def test_every_number_of_the_summary_is_shown(tmp_path):
 
 def test_the_headline_is_a_sentence_about_the_first_patch(tmp_path):
     folder = fabricate(tmp_path / "run", images=100, patches=("5x5", "2x2"))
-    share = json.loads((folder / "summary.json").read_text())["patches"]["5x5"]["certified"]["share"]
+    share = json.loads((folder / "summary.json").read_text())["patches"]["5x5"]["certified"]["fraction"]
     text = written(folder).text
     assert f"For {share:.0%} of images no 5 × 5 patch can change the right answer".replace("%", " %") in text
     assert "Without an attack the defended classifier is right on" in text
@@ -144,12 +144,12 @@ def test_the_headline_is_a_sentence_about_the_first_patch(tmp_path):
     ("options", "sentence"),
     [
         ({"certified": 0.0}, "For none of 60 images is it proved that no 5 × 5 patch can change the right answer"),
-        ({"certified": 1.0, "labelled": False}, "For all 60 images no 5 × 5 patch can change the answer"),
-        ({"certified": 1.0, "labelled": False, "images": 1}, "For the one image no 5 × 5 patch can change the answer"),
+        ({"certified": 1.0, "labeled": False}, "For all 60 images no 5 × 5 patch can change the answer"),
+        ({"certified": 1.0, "labeled": False, "images": 1}, "For the one image no 5 × 5 patch can change the answer"),
         ({"certified": 0.0, "images": 1}, "For the one image it is not proved that no 5 × 5 patch"),
         ({"patches": ("2%",)}, "of images no patch of 2 % of the picture can change the right answer"),
         ({"top_k": 3}, "no 5 × 5 patch can push the right answer out of the 3 best"),
-        ({"defense": "MaskedAgreement"}, "can change the right answer without raising an alert"),
+        ({"defense": "MaskedAgreement", "detects": True}, "can change the right answer without raising an alert"),
         ({"images": 0, "errors": 3}, "No image could be read, so nothing is certified"),
     ],
 )
@@ -173,7 +173,7 @@ def test_names_with_markup_in_them_are_only_text(tmp_path):
 
 
 def test_data_without_labels_speaks_of_proofs_and_not_of_accuracy(tmp_path):
-    text = written(fabricate(tmp_path / "run", labelled=False)).text
+    text = written(fabricate(tmp_path / "run", labeled=False)).text
     assert "Label proved to stay" in text
     assert "No true labels were given" in text
     assert "Not proved" in text
@@ -187,7 +187,7 @@ def test_of_many_classes_the_worst_and_the_best_are_shown_and_the_others_folded(
     page = written(folder)
     tables = [attributes for attributes in page.all("table") if attributes.get("class") == "classes"]
     assert len(tables) == 3
-    filled = sum(each["of"] > 0 for each in json.loads((folder / "summary.json").read_text())["classes"])
+    filled = sum(each["total"] > 0 for each in json.loads((folder / "summary.json").read_text())["classes"])
     assert f"The other {filled - 20} classes" in page.text
     assert f"{1000 - filled} classes without images" in page.text
 
@@ -200,7 +200,7 @@ def test_any_number_of_sizes_is_drawn(tmp_path, curve):
 
 def test_a_side_of_which_nothing_was_measured_is_left_out(tmp_path):
     folder = fabricate(tmp_path / "run", curve=(1, 5, 32), unmeasured=(32,))
-    assert json.loads((folder / "summary.json").read_text())["curve"]["refitted"]["32"]["clean"]["share"] is None
+    assert json.loads((folder / "summary.json").read_text())["curve"]["refitted"]["32"]["clean"]["fraction"] is None
     written(folder)
     run = read_run(folder)
     assert [list(each) for each in (run.kept, run.refitted, run.refitted_clean)] == [[1, 5, 32], [1, 5], [1, 5]]
@@ -277,14 +277,14 @@ def test_runs_are_compared_row_by_row_with_overlaid_curves(tmp_path):
     for folder in (first, second):
         summary = json.loads((folder / "summary.json").read_text())
         for share in (*shares(summary["curve"]["kept"]), *shares(summary["undefended"])):
-            assert plain(percent(share["share"])) in text
+            assert plain(percent(share["fraction"])) in text
     assert not (second / "report.html").exists()
 
 
 def test_runs_that_cannot_be_ranked_are_not(tmp_path):
     first = fabricate(tmp_path / "a", patches=("5x5",))
     second = fabricate(tmp_path / "b", patches=("2x2",))
-    third = fabricate(tmp_path / "c", labelled=False)
+    third = fabricate(tmp_path / "c", labeled=False)
     assert "2 runs compared" in written(first, second).text
     text = written(first, third).text
     assert "2 runs compared" in text
@@ -316,8 +316,8 @@ def change(folder, name, edit) -> None:
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("run.json", "must be a folder that `patchguard certify --out` has written; run.json is missing"),
-        ("summary.json", "must hold a finished run; .* goes on where it was; summary.json is missing"),
+        ("run.json", "must be a folder that `patchguard certify --out` .* has written; run.json is missing"),
+        ("summary.json", "must hold a finished run; .* it resumes; summary.json is missing"),
         ("gallery.json", "gallery.json is missing"),
         ("gallery.npz", "gallery.npz is missing"),
     ],
@@ -345,14 +345,26 @@ def test_a_damaged_file_is_named_and_the_old_page_stays(tmp_path, name):
 @pytest.mark.parametrize(
     ("name", "edit", "match"),
     [
-        ("summary.json", lambda s: s.update(format=2), "summary.json: format` must be 1"),
-        ("summary.json", lambda s: s.update(images="many"), "images` must be a whole number"),
-        ("summary.json", lambda s: s["patches"]["5x5"]["clean"].update(share=1.5), "shares from 0 to 1"),
-        ("summary.json", lambda s: s["patches"]["5x5"].pop("proved"), "an object with the entry 'proved'"),
-        ("summary.json", lambda s: s.update(patches={}), "one entry per patch of run.json"),
-        ("summary.json", lambda s: s["margins"]["5x5"]["wrong"].pop(), r"wrong` must be \d+ whole numbers"),
-        ("summary.json", lambda s: s["curve"]["kept"].update(x={}), "the side of a patch"),
-        ("run.json", lambda s: s.update(settings=[]), "settings` must be an object"),
+        ("summary.json", lambda s: s.update(format=2), "summary.json` must have format 1; got 2"),
+        (
+            "summary.json",
+            lambda s: s.update(images="many"),
+            "summary.json` is damaged at `images`: expected `int`",
+        ),
+        (
+            "summary.json",
+            lambda s: s["patches"]["5x5"]["clean"].update(fraction=1.5),
+            "clean.fraction`: expected `float` <=",
+        ),
+        ("summary.json", lambda s: s["patches"]["5x5"].pop("proved"), "missing required field `proved`"),
+        ("summary.json", lambda s: s.update(patches={}), "one entry in `patches` for each patch"),
+        ("summary.json", lambda s: s["margins"]["5x5"]["wrong"].pop(), r"margins.*: expected \d+ counts in each group"),
+        (
+            "summary.json",
+            lambda s: s["curve"]["kept"].update(x={}),
+            "at `key in curve.kept`: expected `int`, got `str`",
+        ),
+        ("run.json", lambda s: s.update(settings=[]), "settings`: expected `object`, got `array`"),
         ("gallery.json", lambda s: s[0].update(window=[1, 2]), "window` must be 4 whole numbers"),
         ("gallery.json", lambda s: s[0].update(grid=[0, 4]), "at least one pixel and one cell"),
         ("gallery.json", lambda s: s.append(s[0]), "gallery.npz` is damaged"),

@@ -5,11 +5,19 @@ import json
 import os
 
 import pytest
+from filelock import SoftFileLock
+from msgspec.structs import replace
 
 from patchguard.errors import InputError
 from patchguard.runs.records import Folder
+from patchguard.runs.summary import CertifySummary, Run
 
-RUN = {"kind": "certify", "settings": {"patches": ["5x5"], "shards": 1}}
+RUN = Run(settings={"patches": ["5x5"], "rule": {}, "shards": 1})
+HERE = {"patchguard": "1.0", "torch": "2.0", "python": "3"}
+
+
+def with_environment(**versions: str) -> Run:
+    return replace(RUN, environment={**HERE, **versions})
 
 
 @pytest.fixture
@@ -18,7 +26,7 @@ def folder(tmp_path):
 
 
 def fill(folder, indices, shard=0):
-    with folder.locked(first=True), folder.appending(shard) as records:
+    with folder.lock(), folder.open_shard(shard) as records:
         records.append([{"index": index, "name": "ü" * 5} for index in indices])
 
 
@@ -71,7 +79,7 @@ def test_a_full_disk_is_one_sentence_and_what_comes_later_does_not_continue_half
         return done
 
     fill(folder, [0])
-    with folder.locked(first=True), folder.appending(0) as records:
+    with folder.lock(), folder.open_shard(0) as records:
         monkeypatch.setattr(os, "write", full)
         with pytest.raises(InputError, match=r"records-00000\.jsonl cannot be written: No space left on device"):
             records.append([{"index": index} for index in range(1, 9)])
@@ -116,63 +124,79 @@ def test_a_damaged_line_is_reported_with_its_number(folder):
 
 
 def test_a_second_run_is_refused_while_the_first_works(folder):
-    with folder.locked(first=True):
-        for first in (True, False):
-            with pytest.raises(InputError, match="another process is working"), folder.locked(first=first):
-                pass
+    with folder.lock(), pytest.raises(InputError, match="another process is working"), folder.lock():
+        pass
+    with folder.lock():
+        pass
+    assert not list(folder.path.iterdir())  # locks leave nothing behind
 
 
-def test_other_processes_of_a_run_enter_once_the_first_shares(folder):
-    with folder.locked(first=True) as lock:
-        lock.share()
-        with folder.locked(first=False):
+def test_a_second_run_is_refused_while_any_process_of_the_first_is_left(folder):
+    with folder.lock(), folder.lock(1), folder.lock(2):
+        pass
+    with folder.lock(2):  # noqa: SIM117  (of a torchrun whose first process was killed)
+        with pytest.raises(InputError, match="another process is working"), folder.lock():
             pass
-        with pytest.raises(InputError, match="another process is working"), folder.locked(first=True):
-            pass
+    with folder.lock():
+        pass
+
+
+def test_a_lock_that_a_killed_process_left_holds_nobody_up(folder):
+    folder.path.mkdir()
+    for name in (".lock", ".lock-00001"):
+        (folder.path / name).touch()
+    with folder.lock(), folder.lock(1):
+        pass
+
+
+def test_where_the_system_has_no_locks_a_marker_takes_their_place(folder, monkeypatch):
+    """As on a file system without flock, and with the lock of a system without fcntl."""
+    monkeypatch.setattr("patchguard.runs.records.FileLock", SoftFileLock)
+    with folder.lock(), pytest.raises(InputError, match="another process is working"), folder.lock():
+        pass
+    with folder.lock():
+        pass
 
 
 def test_the_same_settings_go_on_and_others_are_refused_with_what_differs(folder):
-    with folder.locked(first=True):
+    with folder.lock():
         folder.begin(RUN)
-        folder.begin({**RUN, "settings": {**RUN["settings"], "shards": 4}})
+        folder.begin(replace(RUN, settings={**RUN.settings, "shards": 4}))
         with pytest.raises(InputError, match=r'patches \["5x5"\], not \["3x3"\]. Give another --out'):
-            folder.begin({**RUN, "settings": {"patches": ["3x3"], "shards": 1}})
-
-
-HERE = {"patchguard": "1.0", "torch": "2.0", "python": "3"}
+            folder.begin(replace(RUN, settings={**RUN.settings, "patches": ["3x3"]}))
 
 
 def test_other_versions_are_refused_with_a_choice_and_mixed_ones_are_kept(folder):
-    with folder.locked(first=True):
-        folder.begin({**RUN, "environment": HERE})
-        folder.begin({**RUN, "environment": {**HERE, "python": "4"}})
+    with folder.lock():
+        folder.begin(with_environment())
+        folder.begin(with_environment(python="4"))
         for name in ("patchguard", "torch"):
             told = f"other versions, .*: {name} {HERE[name]}, not 9. Give --mix-versions .* or another --out"
             with pytest.raises(InputError, match=told):
-                folder.begin({**RUN, "environment": {**HERE, name: "9"}})
+                folder.begin(with_environment(**{name: "9"}))
         with pytest.raises(InputError, match=r"torch 2\.0, not 2\."):
-            folder.begin({**RUN, "environment": {**HERE, "torch": "2."}})
-        assert folder.run()["environment"] == HERE
-        folder.begin({**RUN, "environment": {**HERE, "torch": "9"}}, mix_versions=True)
-        assert folder.run()["environment"] == {**HERE, "torch": "2.0 and 9"}
+            folder.begin(with_environment(torch="2."))
+        assert folder.run().environment == HERE
+        folder.begin(with_environment(torch="9"), mix_versions=True)
+        assert folder.run().environment == {**HERE, "torch": "2.0 and 9"}
         for version in ("2.0", "9"):  # both are known by now
-            folder.begin({**RUN, "environment": {**HERE, "torch": version}})
+            folder.begin(with_environment(torch=version))
         with pytest.raises(InputError, match=r"torch 2\.0 and 9, not 10"):
-            folder.begin({**RUN, "environment": {**HERE, "torch": "10"}})
+            folder.begin(with_environment(torch="10"))
 
 
 def test_nothing_is_written_where_the_check_of_what_is_there_fails(folder):
     def refuse():
         raise InputError("no")
 
-    with folder.locked(first=True):
+    with folder.lock():
         with pytest.raises(InputError, match="no"):
             folder.begin(RUN, refuse)
         assert folder.run() is None
-        folder.begin({**RUN, "environment": HERE})
+        folder.begin(with_environment())
         with pytest.raises(InputError, match="no"):
-            folder.begin({**RUN, "environment": {**HERE, "torch": "9"}}, refuse, mix_versions=True)
-        assert folder.run()["environment"] == HERE
+            folder.begin(with_environment(torch="9"), refuse, mix_versions=True)
+        assert folder.run().environment == HERE
 
 
 def test_records_without_settings_are_refused(folder):
@@ -186,10 +210,10 @@ def test_a_damaged_or_newer_file_is_refused(folder, content):
     fill(folder, [0])
     (folder.path / "summary.json").write_text(content)
     with pytest.raises(InputError, match=r"summary\.json"):
-        folder.summary()
+        folder.summary(CertifySummary)
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(InputError, match="`--out` must be a folder"), Folder(tmp_path / "run").locked(first=True):
+    with pytest.raises(InputError, match="`--out` must be a folder"), Folder(tmp_path / "run").lock():
         pass

@@ -18,7 +18,6 @@ from patchguard.data.decode import Unreadable, decode
 from patchguard.data.draw import spread
 from patchguard.data.folder import Listing
 from patchguard.errors import InputError, nearest
-from patchguard.geometry.preprocess import Preprocess
 
 
 def unchanging(place: int) -> str:
@@ -67,7 +66,7 @@ class Source:
             raise InputError(f"`limit` must be a whole number, 1 or more; got {count}.")
         return self if count >= len(self) else self.subset(spread(count, len(self), seed))
 
-    def prepared(self, preprocess: Preprocess) -> "Source":
+    def prepared(self, preprocess: Callable[[Tensor], Tensor]) -> "Source":
         """Return the images as `preprocess` leaves them, rounded to 8 bits."""
         return replace(self, read=partial(_read_prepared, self.read, self.names, preprocess))
 
@@ -160,7 +159,7 @@ def _read_row(images: UInt8[Tensor, "count 3 height width"], place: int) -> UInt
 
 
 def _read_prepared(
-    read: Callable[[int], Tensor], names: tuple[str, ...], preprocess: Preprocess, place: int
+    read: Callable[[int], Tensor], names: tuple[str, ...], preprocess: Callable[[Tensor], Tensor], place: int
 ) -> UInt8[Tensor, "3 height width"]:
     image = read(place)
     try:

@@ -51,7 +51,7 @@ from patchguard.guard import (
     concatenate,
     move,
 )
-from patchguard.guards.cell_claims import claim_cells, compare_cells, rule_to_json
+from patchguard.guards.cell_claims import claim_cells, compare_cells, require_checkable, rule_to_json
 from patchguard.guards.cell_proofs import CellProofs
 from patchguard.guards.identity import compute_digest, describe_model
 from patchguard.models.base import LocalModel
@@ -322,6 +322,10 @@ class LocalGuard(Guard, Generic[Proof]):
             preprocess=self.preprocess,
         )
 
+    def validate_claims(self) -> None:
+        """Raise unless verify.py knows the defense."""
+        require_checkable(self.defense)
+
     def compare_claim(self, claim: dict[str, Any], array: Any, pixels: UInt8[Tensor, "3 height width"]) -> str | None:
         """As `compare_cells` says."""
         if claim["format"] != verify.FORMAT:
@@ -365,6 +369,10 @@ class LocalGuard(Guard, Generic[Proof]):
         """Move the model to a device."""
         self.model.to(device)
         return self
+
+    def to_network_pixels(self, images: Images) -> Float[Tensor, "batch 3 rows columns"]:
+        """Return the images as `preprocess` leaves them."""
+        return self.preprocess(images)
 
     def without_preprocess(self) -> "LocalGuard[Proof]":
         """Return the guard for images that are already preprocessed: patches then live in network pixels."""

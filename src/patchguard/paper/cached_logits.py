@@ -39,6 +39,7 @@ from patchguard.geometry.preprocess import Preprocess
 from patchguard.geometry.windows import Windows
 from patchguard.guards.local import LocalGuard
 from patchguard.patch import Patch, Space
+from patchguard.storage.atomic import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -284,10 +285,8 @@ def _write_block(path: Path, block: Block | None, sample: set[int], model: str) 
         exact = block.local_logits[chosen].float()
         arrays = {"maps": half.numpy(), "targets": block.targets.numpy(), "exact": exact.numpy()}
         arrays["chosen"] = np.array(chosen, dtype=np.int64)
-    draft = path.with_suffix(f".{os.getpid()}.draft")
-    with open(draft, "wb") as file:
+    with replace_file(path) as draft, open(draft, "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
-    os.replace(draft, path)
 
 
 def _join_blocks(folder: Path, about: Mapping[str, Any], paths: Sequence[Path]) -> None:

@@ -26,7 +26,7 @@ from patchguard.models import REGISTRY
 from patchguard.paper import cached_logits
 from patchguard.paper.cached_logits import CachedLogits, open_logits
 from patchguard.paper.experiment import Missing
-from patchguard.runs.job import matched
+from patchguard.runs.images import align_classes
 from patchguard.storage import zoo
 from patchguard.storage.presets import PRESETS
 from patchguard.storage.published_models import ZOO
@@ -133,7 +133,7 @@ class Context:
         Photos are prepared first, so that a patch lies in the network's input. `limit` overrides the context's.
         """
         guard, prepare = self._prepared_guard(name, dataset)
-        source, limit = matched(self._all_images(dataset), guard), limit or self.limit
+        source, limit = align_classes(self._all_images(dataset), guard), limit or self.limit
         assert source.targets is not None
         indices = list(range(len(source))) if limit is None else spread(min(limit, len(source)), len(source), self.seed)
         chosen = source.subset(indices) if prepare is None else source.subset(indices).prepared(prepare)
@@ -261,7 +261,7 @@ class Context:
 
     def _open_logits(self, name: str, dataset: str) -> CachedLogits:
         guard, prepare = self._prepared_guard(name, dataset)
-        source = matched(self.images(dataset), guard)
+        source = align_classes(self.images(dataset), guard)
         about = {
             "format": cached_logits.FORMAT,
             "model": Path(name).stem,

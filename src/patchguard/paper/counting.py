@@ -19,8 +19,8 @@ from patchguard.paper.experiment import Drawing, Missing, Result, Row, Table, Va
 from patchguard.paper.fast_certificates import Batch, Query
 from patchguard.paper.networks import Network, patches
 from patchguard.patch import Patch
-from patchguard.runs import metrics
-from patchguard.runs.metrics import Share
+from patchguard.runs.metrics import proportion
+from patchguard.runs.summary import Proportion
 
 CONFIDENCE = Evidence(kind="confidence")
 PREDICTION = Evidence(kind="prediction")
@@ -43,14 +43,14 @@ class Counts:
     certified: int
 
     @property
-    def clean(self) -> Share:
+    def clean(self) -> Proportion:
         """Clean accuracy: the true class is the label (among the k best)."""
-        return metrics.share(self.correct, self.total)
+        return proportion(self.correct, self.total)
 
     @property
-    def robust(self) -> Share:
+    def robust(self) -> Proportion:
         """Provable accuracy: and no attack on any window changes that."""
-        return metrics.share(self.certified, self.total)
+        return proportion(self.certified, self.total)
 
 
 def _judge(local_logits: Tensor, targets: Tensor, queries: Iterable[Query]) -> Iterable[tuple[Query, Tensor, Tensor]]:

@@ -30,7 +30,7 @@ from patchguard.paper.figures import BLUE, GRAY, GREEN, ORANGE, draw_bars, new_f
 from patchguard.paper.image_cleaning import SURROGATES, Cleaned, Cleaning, DigitalWatermarking, LocalGradientSmoothing
 from patchguard.paper.study_attacks import extend_attack, with_progress
 from patchguard.patch import Patch
-from patchguard.runs import metrics
+from patchguard.runs.metrics import proportion
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -221,9 +221,7 @@ def _concatenate(parts: Sequence[Kept]) -> Kept:
 def accuracies(kept: Kept) -> dict[str, Value]:
     """Return the columns of a row."""
     marks = {column: getattr(kept, column) for column in COLUMNS}
-    return {
-        column: None if each is None else metrics.share(int(each.sum()), len(each)) for column, each in marks.items()
-    }
+    return {column: None if each is None else proportion(int(each.sum()), len(each)) for column, each in marks.items()}
 
 
 def draw(kept: Mapping[str, Kept], title: str) -> "Figure":

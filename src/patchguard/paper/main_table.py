@@ -19,7 +19,7 @@ from patchguard.paper.experiment import TITLES, Missing, Result, Row, Value
 from patchguard.paper.fast_certificates import Query, double_masking, masking
 from patchguard.paper.networks import Network
 from patchguard.patch import Patch
-from patchguard.runs.metrics import share
+from patchguard.runs.metrics import proportion
 from patchguard.training.evaluate import evaluate
 from patchguard.training.recipe import CIFAR10_SIZE
 
@@ -105,7 +105,7 @@ def interval_rows(context: Context, dataset: str) -> list[Row]:
         guard.model.to(context.device)
         images, _ = loaded(context.images(dataset), size=(CIFAR10_SIZE, CIFAR10_SIZE))
         accuracy = evaluate(guard, images, patch)
-        ours += [share(accuracy.correct, accuracy.total), share(accuracy.certified_correct, accuracy.total)]
+        ours += [proportion(accuracy.correct, accuracy.total), proportion(accuracy.certified_correct, accuracy.total)]
         notes.append(name)
     reason = networks.describe_training("cifar10_ibp_2") if any(value is not None for value in ours) else ""
     return [Row(label="IBP", ours=tuple(ours), published=theirs, note="; ".join(notes), reason=reason)]

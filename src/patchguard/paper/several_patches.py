@@ -35,7 +35,7 @@ from patchguard.paper.counting import (
 from patchguard.paper.experiment import TITLES, Missing, Result, Row, Table, Value, to_percent
 from patchguard.paper.fast_certificates import LOGITS, SIGNED, Query, double_masking, masking, ranked
 from patchguard.patch import Patch
-from patchguard.runs.metrics import Share
+from patchguard.runs.summary import Proportion
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +49,9 @@ PHOTO_BOXES = (23, 32, 48, 64, 96, 128)
 MOST_UNIONS = 2000  # unions of windows up to which masks of several boxes are tried
 NO_CELL = "no cell left"
 
-Accuracies: TypeAlias = dict[tuple[str, int], tuple[Share, Share]]  # clean and robust, by rule and number or side
+Accuracies: TypeAlias = dict[
+    tuple[str, int], tuple[Proportion, Proportion]
+]  # clean and robust, by rule and number or side
 
 
 def run(context: Context, dataset: str) -> Result:

@@ -36,7 +36,7 @@ from patchguard.paper.counting import (
 )
 from patchguard.paper.experiment import TITLES, Missing, Result, Row
 from patchguard.paper.fast_certificates import LOGITS, Batch, Query, intersect, masking, shorten
-from patchguard.runs import metrics
+from patchguard.runs.metrics import proportion
 
 PAIRS = 256  # of images and windows that are searched together
 THRESHOLDS = tuple(Fraction(step, 5) for step in range(6))
@@ -67,7 +67,7 @@ def run(context: Context, dataset: str) -> Result:
                 for threshold, label in zip(THRESHOLDS, theirs, strict=True):
                     row = Row(
                         label=label + suffix,
-                        ours=tuple(metrics.share(number, len(logits)) for number in counts[threshold]),
+                        ours=tuple(proportion(number, len(logits)) for number in counts[threshold]),
                         published=() if suffix else theirs[label],
                         note=describe_model(logits, suffix, patched=True),
                         reason=f"{differences}; {CHARGED}" if threshold else differences,

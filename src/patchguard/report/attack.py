@@ -55,11 +55,11 @@ def headline(run: AttackRun) -> Markup:
     if run.refuted:
         found = count(len(run.refuted), "certified image")
         return join(tag("em", found, class_="alarm"), f" {'was' if len(run.refuted) == 1 else 'were'} broken")
-    stays = "stay right" if run.labelled else "stay"
+    stays = "stay right" if run.labeled else "stay"
     promise = " are proved to, or to raise an alert," if run.detects else " are proved to,"
-    proved = join(", and ", tag("em", percent(run.certified.share)), f"{promise} whatever the attack")
+    proved = join(", and ", tag("em", percent(run.certified.rate)), f"{promise} whatever the attack")
     return join(
-        f"Under this attack {percent(run.attacked.share)} of the answers {stays}",
+        f"Under this attack {percent(run.attacked.rate)} of the answers {stays}",
         proved if run.certifies else "; nothing is proved",
     )
 
@@ -68,12 +68,12 @@ def opening(run: AttackRun) -> Markup:
     """Return the bar and the paragraph below the headline."""
     if run.clean is None or run.attacked is None or run.certified is None:
         return tag("p", f"{count(run.errors, 'image')} got no answer; the reasons are below.", class_="lead")
-    held = min(run.certified.right, run.attacked.right)
+    held = min(run.certified.correct, run.attacked.correct)
     parts = [
         ("proved, and held" if run.certifies else "proved", held, "is-certified"),
-        ("neither proved nor broken", run.attacked.right - held, "is-open"),
-        ("broken by the attack", max(0, run.clean.right - run.attacked.right), "is-wrong"),
-        ("wrong without an attack", run.clean.of - run.clean.right, "is-plain"),
+        ("neither proved nor broken", run.attacked.correct - held, "is-open"),
+        ("broken by the attack", max(0, run.clean.correct - run.attacked.correct), "is-wrong"),
+        ("wrong without an attack", run.clean.total - run.clean.correct, "is-plain"),
     ]
     parts = [part for part in parts if part[1] or part[2] != "is-plain"]
     patch = f"{threat(run.patch)}{placed(run.settings)}"
@@ -82,14 +82,14 @@ def opening(run: AttackRun) -> Markup:
     words.append(f", aiming at the answer {run.class_name(aim)}. " if isinstance(aim, int) else ". ")
     if run.broken is not None:
         sure = f"{interval(run.broken.low, run.broken.high)} with 95{SPACE}% confidence"
-        verb = "was" if run.broken.of == 1 else "were"
+        verb = "was" if run.broken.total == 1 else "were"
         words.append(
-            f"Of {count(run.broken.of, 'image')} that {verb} {'right' if run.labelled else 'answered'} without a "
-            f"proof, it broke {run.broken.right:,} ({percent(run.broken.share)}, {sure}). "
+            f"Of {count(run.broken.total, 'image')} that {verb} {'right' if run.labeled else 'answered'} without a "
+            f"proof, it broke {run.broken.correct:,} ({percent(run.broken.rate)}, {sure}). "
         )
-    if run.fallen is not None:
-        found = f"{run.fallen.right:,}" if run.fallen.right else "none"
-        words.append(f"Of {count(run.fallen.of, 'certified image')} it broke {found}.")
+    if run.certified_broken is not None:
+        found = f"{run.certified_broken.correct:,}" if run.certified_broken.correct else "none"
+        words.append(f"Of {count(run.certified_broken.total, 'certified image')} it broke {found}.")
     entries = [(f"{found:,} {name}", colour_swatch(colour)) for name, found, colour in parts]
     bar = stack([(found, colour) for _, found, colour in parts])
     return join(tag("div", bar, legend(entries), class_="verdict"), tag("p", *words, class_="lead"))
@@ -127,21 +127,21 @@ def _commands(path: Path) -> list[str]:
 
 def table(run: AttackRun) -> Markup:
     """Return every measured share with its interval."""
-    right = "right" if run.labelled else "the label stays"
+    right = "right" if run.labeled else "the label stays"
     bodies = []
-    if run.labelled:
+    if run.labeled:
         bodies.append(body("Without an attack", [row("Clean accuracy: right", run.clean, "is-clean")]))
-    under = [row(f"Attacked accuracy: still {right}" if run.labelled else "Label unchanged", run.attacked, "is-open")]
+    under = [row(f"Attacked accuracy: still {right}" if run.labeled else "Label unchanged", run.attacked, "is-open")]
     if run.aimed is not None:
         under.append(row(f"Answered {run.class_name(run.settings['aim'])}, the aim", run.aimed, "is-wrong"))
     if run.detects:
         under.append(row("Attacked images that raise an alert", run.alerts, "is-proved"))
     bodies.append(body(f"Under this attack with a {threat(run.patch)}", under))
-    certified = "Certified accuracy: right, and proved to stay" if run.labelled else "Label proved to stay"
+    certified = "Certified accuracy: right, and proved to stay" if run.labeled else "Label proved to stay"
     either = " (or an alert)" if run.detects else ""
     masks = "" if run.masks == "own" else ", masks refitted to it"
     bodies.append(
-        body(f"Against any {threat(run.patch)}{masks}", [row(certified + either, run.certified, "is-certified")])
+        body(f"PatchSummary any {threat(run.patch)}{masks}", [row(certified + either, run.certified, "is-certified")])
     )
     gap = row("Really broken, of those right but not proved", run.broken, "is-wrong")
     bodies.append(body("The gap between proof and attack", [gap, _fallen(run)]))
@@ -150,10 +150,13 @@ def table(run: AttackRun) -> Markup:
 
 def _fallen(run: AttackRun) -> Markup | None:
     """Return how many certified labels were changed, of those that were attacked."""
-    if run.fallen is None:
+    if run.certified_broken is None:
         return None
-    name, found = "Certified labels that were changed", f"{run.fallen.right:,} of {run.fallen.of:,}"
-    cells = (tag("td", f"{run.fallen.right:,}", class_="strong"), tag("td", "must be 0"), tag("td", found))
+    name, found = (
+        "Certified labels that were changed",
+        f"{run.certified_broken.correct:,} of {run.certified_broken.total:,}",
+    )
+    cells = (tag("td", f"{run.certified_broken.correct:,}", class_="strong"), tag("td", "must be 0"), tag("td", found))
     return tag("tr", tag("th", name, scope="row"), *cells)
 
 

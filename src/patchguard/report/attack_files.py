@@ -5,13 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from patchguard.errors import InputError
-from patchguard.report.files import Entry, Share, check_format, read_arrays, read_failures, read_json
+from patchguard.report.files import Entry, read_arrays, read_failures, read_json
+from patchguard.runs.summary import AttackSummary, Proportion, flatten, read_summary
 
-SHARES = ("clean", "attacked", "certified", "proved", "tried", "broken", "fallen", "alerts")
+FRACTIONS = ("clean", "attacked", "certified", "proved", "attempted", "broken", "certified_broken", "alerts")
 AGAIN = "Let `patchguard attack` write the folder again."
 
 
@@ -25,16 +27,16 @@ class AttackRun:
     environment: dict[str, Any]
     images: int
     errors: int
-    labelled: bool
-    clean: Share | None
-    attacked: Share | None
-    certified: Share | None
-    proved: Share | None
-    tried: Share | None
-    broken: Share | None
-    fallen: Share | None
-    alerts: Share | None
-    aimed: Share | None
+    labeled: bool
+    clean: Proportion | None
+    attacked: Proportion | None
+    certified: Proportion | None
+    proved: Proportion | None
+    attempted: Proportion | None
+    broken: Proportion | None
+    certified_broken: Proportion | None
+    alerts: Proportion | None
+    aimed: Proportion | None
     masks: str
     refuted: tuple[int, ...]
     seconds: dict[str, float]
@@ -48,12 +50,12 @@ class AttackRun:
     @property
     def detects(self) -> bool:
         """Whether the rule only promises the label or an alert."""
-        return self.settings.get("defense") == "MaskedAgreement"
+        return bool(self.settings["detects"])
 
     @property
     def certifies(self) -> bool:
         """Whether the rule proves anything at all."""
-        return self.settings.get("defense") != "Undefended"
+        return bool(self.settings["defends"])
 
     def class_name(self, number: int) -> str:
         """Return the name of a class, or its number where it has none."""
@@ -63,43 +65,22 @@ class AttackRun:
 
 def read_attack(folder: Path) -> AttackRun:
     """Return the finished attack in a folder; refuse an unfinished or damaged one."""
-    run = read_json(
-        folder, "run.json", f"`{folder}` must be a folder that `patchguard attack --out` has written", "attack"
-    )
-    summary = read_json(
-        folder,
-        "summary.json",
-        f"`{folder}` must hold a finished run; start it again with the same settings and it goes on where it was",
-        "attack",
-    )
-    check_format(run)
-    check_format(summary)
-    settings = run.at("settings")
-    if len(settings.at("patches").members()) != 1:
-        raise settings.at("patches").wrong("a list of one patch")
-    for key in ("attack", "defense", "model", "data"):
-        settings.at(key).text()
-    settings.at("budget").entries()
-    seconds, environment, masks = summary.get("seconds"), run.get("environment"), summary.get("masks")
-    errors = summary.at("errors").whole()
+    summary = read_summary(folder, AttackSummary)
+    settings = msgspec.to_builtins(summary.settings)
+    numbers = {name: getattr(summary, name) for name in (*FRACTIONS, "aimed")}
     return AttackRun(
         folder=folder,
-        settings=settings.entries(),
-        environment=environment.entries() if environment else {},
-        images=summary.at("images").whole(),
-        errors=errors,
-        labelled=summary.at("labelled").flag(),
-        aimed=_share(summary.get("aimed")),
-        masks=masks.text() if masks else "own",
-        refuted=tuple(member.whole() for member in summary.at("refuted").members()),
-        seconds={name: entry.number() for name, entry in seconds.items() if entry.value is not None} if seconds else {},
-        failures=read_failures(folder, errors),
-        **{name: _share(summary.at(name)) for name in SHARES},
+        settings=dict(flatten(settings)) | {"budget": settings["budget"]},
+        environment=summary.environment,
+        images=summary.images,
+        errors=summary.errors,
+        labeled=summary.labeled,
+        masks=summary.masks or "own",
+        refuted=tuple(summary.refuted),
+        seconds={name: value for name, value in msgspec.to_builtins(summary.seconds).items() if value is not None},
+        failures=read_failures(folder, summary.errors),
+        **{name: each if each is not None and each.total else None for name, each in numbers.items()},
     )
-
-
-def _share(entry: Entry | None) -> Share | None:
-    return Share.read(entry) if entry is not None and entry.get("share") is not None else None
 
 
 @final

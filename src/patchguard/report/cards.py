@@ -98,7 +98,7 @@ def _card(run: Run, picture: Picture, colour: str) -> Markup:
 
 
 def _described(picture: Picture, label: str) -> str:
-    return f"Image {picture.index}, labelled {label}, with the evidence of its cells."
+    return f"Image {picture.index}, labeled {label}, with the evidence of its cells."
 
 
 def _caption(run: Run, picture: Picture, label: str, rival: str) -> Markup:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from patchguard.report.files import Margins, Share
 from patchguard.report.markup import Markup, join, tag
 from patchguard.report.numbers import percent, short
+from patchguard.runs.summary import Proportion
 
 WIDTH, HEIGHT = 440, 290
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 14, 46
@@ -24,7 +24,7 @@ class Line:
     """A curve: shares by position, its name, and the number of its colour and marker."""
 
     name: str
-    points: dict[int, Share]
+    points: dict[int, Proportion]
     look: int = 0
     dashed: bool = False
 
@@ -54,7 +54,7 @@ def line_chart(lines: Sequence[Line], *, about: str, x_title: str, level: Line |
     ticks = [_below(across(side), str(side)) for side in _spread(sides, across)]
     drawn = []
     if level is not None:
-        height = up(next(iter(level.points.values())).share)
+        height = up(next(iter(level.points.values())).rate)
         drawn.append(_path(f"M{LEFT} {height}H{WIDTH - RIGHT}", f"level look{level.look}"))
     for line in lines:
         if bands and len(line.points) > 1:
@@ -62,25 +62,26 @@ def line_chart(lines: Sequence[Line], *, about: str, x_title: str, level: Line |
             edge += [(across(side), up(share.low)) for side, share in reversed(line.points.items())]
             drawn.append(_path(_through(edge) + "Z", f"band look{line.look}"))
     for line in lines:
-        places = [(across(side), up(share.share)) for side, share in line.points.items()]
+        places = [(across(side), up(share.rate)) for side, share in line.points.items()]
         drawn.append(_path(_through(places), f"line look{line.look}{' dashed' if line.dashed else ''}"))
         for (x, y), (side, share) in zip(places, line.points.items(), strict=True):
-            title = tag("title", f"{line.name}, side {side}: {percent(share.share)}")
+            title = tag("title", f"{line.name}, side {side}: {percent(share.rate)}")
             drawn.append(tag("path", title, d=_marker(line.look, x, y), class_=f"marker look{line.look}"))
     return _svg(about, *grid, *ticks, _x_title(x_title), *drawn)
 
 
-def histogram(margins: Margins, *, about: str, x_title: str, looks: dict[str, tuple[str, str]]) -> Markup:
+def histogram(
+    edges: list[float], groups: dict[str, list[int]], *, about: str, x_title: str, looks: dict[str, tuple[str, str]]
+) -> Markup:
     """Return stacked bars; `looks` gives each group its name and its class of colour. Right of zero lies the proof."""
-    edges = margins.edges
-    totals = [sum(column) for column in zip(*margins.groups.values(), strict=True)]
+    totals = [sum(column) for column in zip(*groups.values(), strict=True)]
     across = _Scale(edges[0], edges[-1], LEFT, WIDTH - RIGHT)
     steps = _nice(0, max(totals), 4, whole=True)
     up = _Scale(0, max(steps[-1], max(totals)), HEIGHT - BOTTOM, TOP)
     parts = [_horizontal(up(step), f"{step:,.0f}") for step in steps]
     parts += [_below(across(step), short(step)) for step in _nice(edges[0], edges[-1], 5)]
     height = [0] * len(totals)
-    for group, counts in margins.groups.items():
+    for group, counts in groups.items():
         name, colour = looks[group]
         for place, found in enumerate(counts):
             if found:
@@ -127,9 +128,9 @@ def colour_swatch(colour: str) -> Markup:
     return tag("svg", square, viewBox="0 0 14 14", class_="swatch square", aria_hidden="true")
 
 
-def meter(share: Share, colour: str) -> Markup:
+def meter(share: Proportion, colour: str) -> Markup:
     """Return a bar with its 95 % interval; the numbers stand beside it."""
-    bar = tag("span", class_=f"fill {colour}", style=f"width:{100 * share.share:.2f}%")
+    bar = tag("span", class_=f"fill {colour}", style=f"width:{100 * share.rate:.2f}%")
     reach = f"left:{100 * share.low:.2f}%;width:{100 * (share.high - share.low):.2f}%"
     return tag("span", bar, tag("span", class_="reach", style=reach), class_="meter", aria_hidden="true")
 

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 from patchguard.report.attack_files import AttackRun
 from patchguard.report.charts import COLOURS, Line, legend, line_chart, line_swatch, meter
-from patchguard.report.files import Run, Share
+from patchguard.report.files import Run
 from patchguard.report.markup import Markup, join, tag
 from patchguard.report.notes import flattened
 from patchguard.report.numbers import count, interval, percent, threat
 from patchguard.report.results import curve_table, scroll
+from patchguard.runs.summary import Proportion
 
 KEPT, REFITTED = "Masks kept", "Masks refitted to each size"
 NOTES = {
@@ -30,8 +31,8 @@ def names(runs: Sequence[Run | AttackRun]) -> list[str]:
 
 
 def shared_patch(runs: Sequence[Run]) -> str | None:
-    """Return the first patch that every run was measured with, if all of them are labelled or none is."""
-    if len({run.labelled for run in runs}) > 1:
+    """Return the first patch that every run was measured with, if all of them are labeled or none is."""
+    if len({run.labeled for run in runs}) > 1:
         return None
     return next((patch for patch in runs[0].patches if all(patch in run.patches for run in runs)), None)
 
@@ -42,17 +43,15 @@ def headline(runs: Sequence[Run]) -> Markup:
     if patch is None:
         return join(f"{len(runs)} runs compared")
     called = names(runs)
-    ranked = sorted(
-        zip(called, (run.patches[patch].main for run in runs), strict=True), key=lambda pair: -pair[1].share
-    )
+    ranked = sorted(zip(called, (run.patches[patch].main for run in runs), strict=True), key=lambda pair: -pair[1].rate)
     (best, most), (second, next_most) = ranked[:2]
-    if most.share == next_most.share:
-        return join(f"{best} and {second} are level against any {threat(patch)}: ", tag("em", percent(most.share)))
-    verb = "certifies" if runs[0].labelled else "proves"
+    if most.rate == next_most.rate:
+        return join(f"{best} and {second} are level against any {threat(patch)}: ", tag("em", percent(most.rate)))
+    verb = "certifies" if runs[0].labeled else "proves"
     return join(
         f"{best} {verb} most against any {threat(patch)}: ",
-        tag("em", percent(most.share)),
-        f", then {second} with {percent(next_most.share)}",
+        tag("em", percent(most.rate)),
+        f", then {second} with {percent(next_most.rate)}",
     )
 
 
@@ -67,8 +66,8 @@ def opening(runs: Sequence[Run]) -> Markup:
             "They have no patch in common, or only some of them know the true labels, so they are not ranked. "
         )
     else:
-        ranked = sorted((run.patches[patch].main for run in runs), key=lambda share: -share.share)
-        if ranked[0].share - ranked[1].share > 0 and ranked[1].high >= ranked[0].low:
+        ranked = sorted((run.patches[patch].main for run in runs), key=lambda share: -share.rate)
+        if ranked[0].rate - ranked[1].rate > 0 and ranked[1].high >= ranked[0].low:
             words.append("The 95 % intervals of the first two overlap: the difference may be chance. ")
     total = sum(run.errors for run in runs)
     if total:
@@ -79,9 +78,9 @@ def opening(runs: Sequence[Run]) -> Markup:
 def table(runs: Sequence[Run]) -> Markup:
     """Return one row per run with every patch that any of them was measured with."""
     patches = list(dict.fromkeys(patch for run in runs for patch in run.patches))
-    labelled = any(run.labelled for run in runs)
-    heads = ["Run", *(f"{'Certified' if labelled else 'Proved'}: {threat(patch)}" for patch in patches)]
-    heads += ["Defended, clean", "Undefended, clean"] if labelled else []
+    labeled = any(run.labeled for run in runs)
+    heads = ["Run", *(f"{'Certified' if labeled else 'Proved'}: {threat(patch)}" for patch in patches)]
+    heads += ["Defended, clean", "Undefended, clean"] if labeled else []
     rows = []
     for name, run in zip(names(runs), runs, strict=True):
         about = ", ".join(str(run.settings.get(key, "?")) for key in ("model", "defense", "data"))
@@ -89,9 +88,9 @@ def table(runs: Sequence[Run]) -> Markup:
         for patch in patches:
             against = run.patches.get(patch)
             note = ", masks refitted" if against and against.masks != "own" else ""
-            note += ", right or wrong" if against and labelled and not run.labelled else ""
+            note += ", right or wrong" if against and labeled and not run.labeled else ""
             cells.append(cell(against.main if against else None, "is-certified", note))
-        if labelled:
+        if labeled:
             clean = run.patches[run.patch].clean
             cells += [cell(clean, "is-clean"), cell(run.undefended, "is-plain")]
         details = tag("small", about, tag("br"), count(run.images, "image"))
@@ -100,12 +99,12 @@ def table(runs: Sequence[Run]) -> Markup:
     return scroll(tag("table", head, tag("tbody", *rows), class_="runs"), "One row per run")
 
 
-def cell(share: Share | None, colour: str, note: str = "") -> Markup:
+def cell(share: Proportion | None, colour: str, note: str = "") -> Markup:
     """Return one share of one run."""
     if share is None:
         return tag("td", "not measured", class_="soft")
-    small = tag("small", interval(share.low, share.high), tag("br"), f"{share.right:,} of {share.of:,}{note}")
-    return tag("td", tag("b", percent(share.share)), meter(share, colour), small)
+    small = tag("small", interval(share.low, share.high), tag("br"), f"{share.correct:,} of {share.total:,}{note}")
+    return tag("td", tag("b", percent(share.rate)), meter(share, colour), small)
 
 
 def curves(runs: Sequence[Run]) -> Markup | None:

@@ -9,13 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from patchguard.errors import InputError
+from patchguard.runs import summary as summary_files
+from patchguard.runs.summary import (
+    CertifySummary,
+    ClassSummary,
+    Histogram,
+    PatchSummary,
+    Proportion,
+    flatten,
+    read_summary,
+)
 
 FAILURES_SHOWN = 10
-MARGIN_GROUPS = ("certified", "proved", "not_certified", "not_proved", "wrong")
 
 
 @final
@@ -96,69 +106,6 @@ class Entry:
 
 @final
 @dataclass(frozen=True)
-class Share:
-    """So many of so many, and a 95 % interval."""
-
-    right: int
-    of: int
-    share: float
-    low: float
-    high: float
-
-    @classmethod
-    def read(cls, entry: Entry) -> "Share":
-        """Return the share that an entry of summary.json holds."""
-        right, of = entry.at("right").whole(), entry.at("of").whole()
-        # The share of nothing is null.
-        share = entry.at("share").number() if of or entry.get("share") else 0.0
-        rates = [share, *(entry.at(key).number() for key in ("low", "high"))]
-        if not all(0 <= rate <= 1 for rate in rates):
-            raise entry.wrong("shares from 0 to 1")
-        return cls(right, of, *rates)
-
-
-@final
-@dataclass(frozen=True)
-class Against:
-    """What was measured for one patch. Without true labels, only `proved` is known."""
-
-    clean: Share | None
-    certified: Share | None
-    proved: Share
-    masks: str
-
-    @property
-    def main(self) -> Share:
-        """The number that counts: certified accuracy, or without true labels the share proved."""
-        return self.certified or self.proved
-
-
-@final
-@dataclass(frozen=True)
-class ClassCount:
-    """Images of one true class: how many, labelled rightly, and certified per patch."""
-
-    name: str
-    of: int
-    clean: int
-    certified: dict[str, int]
-
-    def share(self, patch: str) -> float:
-        """Share of the class that is certified."""
-        return self.certified.get(patch, 0) / self.of if self.of else 0.0
-
-
-@final
-@dataclass(frozen=True)
-class Margins:
-    """A histogram: counts per group between consecutive edges."""
-
-    edges: list[float]
-    groups: dict[str, list[int]]
-
-
-@final
-@dataclass(frozen=True)
 class Run:
     """A finished run, as its folder tells it."""
 
@@ -167,14 +114,14 @@ class Run:
     environment: dict[str, Any]
     images: int
     errors: int
-    labelled: bool
-    undefended: Share | None
-    patches: dict[str, Against]
-    kept: dict[int, Share]
-    refitted: dict[int, Share]
-    refitted_clean: dict[int, Share]
-    classes: list[ClassCount]
-    margins: dict[str, Margins]
+    labeled: bool
+    undefended: Proportion | None
+    patches: dict[str, PatchSummary]
+    kept: dict[int, Proportion]
+    refitted: dict[int, Proportion]
+    refitted_clean: dict[int, Proportion]
+    classes: list[ClassSummary]
+    margins: dict[str, Histogram]
     seconds: dict[str, float]
     failures: list[tuple[str, str]]
 
@@ -184,7 +131,7 @@ class Run:
         return next(iter(self.patches))
 
     @property
-    def main(self) -> Share:
+    def main(self) -> Proportion:
         """The number that the headline tells."""
         return self.patches[self.patch].main
 
@@ -196,7 +143,7 @@ class Run:
     @property
     def measure(self) -> str:
         """What the main number is called."""
-        return "certified accuracy" if self.labelled else "labels proved"
+        return "certified accuracy" if self.labeled else "labels proved"
 
     def class_name(self, number: int) -> str:
         """Return the name of a class, or its number where it has none."""
@@ -206,49 +153,38 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """Return the finished run in a folder; refuse an unfinished or damaged one."""
-    run = read_json(folder, "run.json", f"`{folder}` must be a folder that `patchguard certify --out` has written")
-    summary = read_json(
-        folder,
-        "summary.json",
-        f"`{folder}` must hold a finished run; start it again with the same settings and it goes on where it was",
+    summary = read_summary(folder, CertifySummary)
+    refitted = summary.curve.refitted
+    curves: list[dict[int, Proportion | None]] = [
+        dict(summary.curve.kept),
+        {side: entry.main for side, entry in refitted.items()},
+        {side: entry.clean for side, entry in refitted.items()},
+    ]
+    kept, again, clean = (
+        {side: point for side, point in sorted(curve.items()) if point is not None and point.total} for curve in curves
     )
-    check_format(run)
-    check_format(summary)
-    settings = run.at("settings")
-    chosen = [name.text() for name in settings.at("patches").members()]
-    measured = {name: _against(entry) for name, entry in summary.at("patches").items()}
-    if not measured or set(chosen) != set(measured):
-        raise summary.at("patches").wrong("an object with one entry per patch of run.json")
-    curve = summary.get("curve")
-    kept, refitted = (curve.get("kept"), curve.get("refitted")) if curve else (None, None)
-    undefended, classes, seconds = summary.get("undefended"), summary.get("classes"), summary.get("seconds")
-    margins, environment = summary.get("margins"), run.get("environment")
-    errors = summary.at("errors").whole()
     return Run(
         folder=folder,
-        settings=settings.entries(),
-        environment=environment.entries() if environment else {},
-        images=summary.at("images").whole(),
-        errors=errors,
-        labelled=summary.at("labelled").flag(),
-        undefended=Share.read(undefended) if undefended else None,
-        patches={name: measured[name] for name in chosen},
-        kept=_curve(kept, ("certified", "proved")),
-        refitted=_curve(refitted, ("certified", "proved")),
-        refitted_clean=_curve(refitted, ("clean",)),
-        classes=[_class_count(entry) for entry in classes.members()] if classes else [],
-        margins={name: _margins(entry) for name, entry in margins.items()} if margins else {},
-        # A run that had nothing left to do has no rate.
-        seconds={name: entry.number() for name, entry in seconds.items() if entry.value is not None} if seconds else {},
-        failures=read_failures(folder, errors),
+        settings=dict(flatten(msgspec.to_builtins(summary.settings))),
+        environment=summary.environment,
+        images=summary.images,
+        errors=summary.errors,
+        labeled=summary.labeled,
+        undefended=summary.undefended,
+        patches={name: summary.patches[name] for name in summary.settings.patches},
+        kept=kept,
+        refitted=again,
+        refitted_clean=clean,
+        classes=summary.classes,
+        margins=summary.margins,
+        seconds={name: value for name, value in msgspec.to_builtins(summary.seconds).items() if value is not None},
+        failures=read_failures(folder, summary.errors),
     )
 
 
 def read_kind(folder: Path) -> str:
     """Return what kind of run a folder holds: certify or attack."""
-    run = read_json(folder, "run.json", f"`{folder}` must be a folder that `patchguard certify --out` has written")
-    kind = run.get("kind")
-    return kind.text() if kind else "certify"
+    return summary_files.read_run(folder).kind
 
 
 def read_json(folder: Path, name: str, otherwise: str, writer: str = "certify") -> Entry:
@@ -262,53 +198,6 @@ def read_json(folder: Path, name: str, otherwise: str, writer: str = "certify") 
         raise InputError(f"`{path}` cannot be read: {error.strerror or error}.") from None
     except (ValueError, RecursionError):
         raise InputError(f"`{path}` is damaged: it is not JSON. Let `patchguard {writer}` write it again.") from None
-
-
-def check_format(file: Entry) -> None:
-    """Raise unless the file has the format that this release writes."""
-    if file.at("format").value != 1:
-        raise file.at("format").wrong("1, the format that this release knows")
-
-
-def _against(entry: Entry) -> Against:
-    clean, certified, masks = entry.get("clean"), entry.get("certified"), entry.get("masks")
-    return Against(
-        clean=Share.read(clean) if clean else None,
-        certified=Share.read(certified) if certified else None,
-        proved=Share.read(entry.at("proved")),
-        masks=masks.text() if masks else "own",
-    )
-
-
-def _curve(curve: Entry | None, words: tuple[str, ...]) -> dict[int, Share]:
-    """Return the shares of a curve by side; they stand under one of the words, or for `kept` alone.
-
-    Sides of which nothing was measured, since masks for such a patch hide every cell, are left out.
-    """
-    found = {}
-    for side, entry in curve.items() if curve else ():
-        if not side.isdecimal():
-            raise entry.wrong("under the side of a patch, in pixels")
-        place = (
-            entry if "right" in entry.entries() else next((entry.at(word) for word in words if entry.get(word)), None)
-        )
-        if place is not None and ("clean" not in words or place is not entry):
-            found[int(side)] = Share.read(place)
-    return {side: share for side, share in sorted(found.items()) if share.of}
-
-
-def _class_count(entry: Entry) -> ClassCount:
-    certified = {patch: number.whole() for patch, number in entry.at("certified").items()}
-    return ClassCount(entry.at("name").text(), entry.at("of").whole(), entry.at("clean").whole(), certified)
-
-
-def _margins(entry: Entry) -> Margins:
-    edges = [edge.number() for edge in entry.at("edges").members()]
-    bins = max(0, len(edges) - 1)
-    groups = {name: list(entry.at(name).wholes(bins)) for name in MARGIN_GROUPS if entry.get(name)}
-    if edges != sorted(edges):
-        raise entry.at("edges").wrong("in ascending order")
-    return Margins(edges, groups)
 
 
 def read_failures(folder: Path, errors: int) -> list[tuple[str, str]]:

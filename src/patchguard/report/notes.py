@@ -57,8 +57,7 @@ def proof(run: Run) -> Markup:
     sizes = " or ".join(
         f"{size(patch)}{' of its area' if patch.endswith('%') else ' ' + run.pixels}" for patch in run.patches
     )
-    evidence = run.settings.get("evidence")
-    drift = evidence.get("drift", 0) if isinstance(evidence, Mapping) else 0
+    drift = run.settings.get("evidence drift", 0)
     yes = [
         f"For each certified image: no single rectangle of {sizes}, wherever in the picture it lies and whatever it "
         f"shows, can {harm(run)}. This is a theorem about the computation, not the outcome of attacks that were tried.",
@@ -66,7 +65,7 @@ def proof(run: Run) -> Markup:
         PLACED[run.pixels],
     ]
     no = [*NOT_PROVED]
-    no.insert(1, ("Not that a label is right.", LABEL_STAYS + (COUNTED if run.labelled else NOT_COUNTED)))
+    no.insert(1, ("Not that a label is right.", LABEL_STAYS + (COUNTED if run.labeled else NOT_COUNTED)))
     no.append(
         (
             "Not other computations.",

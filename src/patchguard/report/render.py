@@ -74,7 +74,7 @@ def of_run(run: Run, pictures: Sequence[Picture]) -> str:
     figures = [results.curve(run), *results.margins(run)]
     drawn = [figure for figure in figures if figure is not None]
     sections = [
-        ("results", "Results", tag("div", results.table(run), class_="wide") if run.main.of else None),
+        ("results", "Results", tag("div", results.table(run), class_="wide") if run.main.total else None),
         ("charts", "Patch size and margins", tag("div", *drawn, class_="columns") if drawn else None),
         ("classes", "Classes", results.classes(run)),
         ("pictures", "Pictures", cards.gallery(run, pictures)),

@@ -13,9 +13,10 @@ from patchguard.report.charts import (
     meter,
     stack,
 )
-from patchguard.report.files import Against, ClassCount, Margins, Run, Share
+from patchguard.report.files import Run
 from patchguard.report.markup import Markup, join, tag
 from patchguard.report.numbers import SPACE, count, interval, percent, placed, short, size, threat
+from patchguard.runs.summary import ClassSummary, Histogram, PatchSummary, Proportion
 
 CLASSES_SHOWN = 10  # of the worst and of the best; with twice as many or fewer classes all are shown
 GROUP_LOOKS = {
@@ -30,7 +31,7 @@ UNLABELLED_LOOKS = GROUP_LOOKS | {"certified": GROUP_LOOKS["proved"], "not_certi
 
 def harm(run: Run) -> str:
     """Return what a patch is proved unable to do, in the words of a sentence."""
-    answer = "the right answer" if run.labelled else "the answer"
+    answer = "the right answer" if run.labeled else "the answer"
     best = run.settings.get("top_k", 1)
     if isinstance(best, int) and best > 1:
         return f"push {answer} out of the {best} best"
@@ -39,40 +40,46 @@ def harm(run: Run) -> str:
 
 def detects(run: Run) -> bool:
     """Return whether the rule only promises the label or an alert."""
-    return run.settings.get("defense") == "MaskedAgreement"
+    return bool(run.settings["detects"])
 
 
 def headline(run: Run) -> Markup:
     """Return the result as one sentence for someone who has never heard of certificates."""
     main = run.main
     statement = f"no {threat(run.patch)}{placed(run.settings)} can {harm(run)}"
-    if main.of == 0:
+    if main.total == 0:
         return join("No image could be read, so nothing is certified")
-    if main.right == 0:
-        whom = "the one image it is not proved" if main.of == 1 else f"none of {count(main.of, 'image')} is it proved"
+    if main.correct == 0:
+        whom = (
+            "the one image it is not proved"
+            if main.total == 1
+            else f"none of {count(main.total, 'image')} is it proved"
+        )
         return join("For ", whom, f" that {statement}")
-    if main.right == main.of:
-        whom = "the one image" if main.of == 1 else f"all {count(main.of, 'image')}"
+    if main.correct == main.total:
+        whom = "the one image" if main.total == 1 else f"all {count(main.total, 'image')}"
         return join("For ", tag("em", whom), " ", statement)
-    digits = 0 if 0.01 <= main.share <= 0.99 else 1
-    return join("For ", tag("em", percent(main.share, digits)), " of images ", statement)
+    digits = 0 if 0.01 <= main.rate <= 0.99 else 1
+    return join("For ", tag("em", percent(main.rate, digits)), " of images ", statement)
 
 
 def opening(run: Run) -> Markup:
     """Return the bar and the paragraph below the headline."""
     against = run.patches[run.patch]
     main = run.main
-    if main.of == 0:
+    if main.total == 0:
         return tag("p", f"{count(run.errors, 'image')} got no answer; the reasons are below.", class_="lead")
-    found = f"{main.right:,} of {count(main.of, 'image')} ({interval(main.low, main.high)} with 95{SPACE}% confidence)"
+    found = (
+        f"{main.correct:,} of {count(main.total, 'image')} ({interval(main.low, main.high)} with 95{SPACE}% confidence)"
+    )
     words = [
-        f"{'Right and proved' if run.labelled else 'Proved'} for {found}, whatever the patch shows and wherever in the "
+        f"{'Right and proved' if run.labeled else 'Proved'} for {found}, whatever the patch shows and wherever in the "
         "picture it lies."
     ]
     if against.clean is not None:
-        words.append(f" Without an attack the defended classifier is right on {percent(against.clean.share)}")
+        words.append(f" Without an attack the defended classifier is right on {percent(against.clean.rate)}")
         if run.undefended is not None:
-            words.append(f", the same network without the defense on {percent(run.undefended.share)}")
+            words.append(f", the same network without the defense on {percent(run.undefended.rate)}")
         words.append(" of the images.")
     parts = _parts(against)
     entries = [(f"{found:,} {name}", colour_swatch(colour)) for name, found, colour in parts]
@@ -80,15 +87,15 @@ def opening(run: Run) -> Markup:
     return join(tag("div", bar, legend(entries), class_="verdict"), tag("p", *words, class_="lead"))
 
 
-def _parts(against: Against) -> list[tuple[str, int, str]]:
+def _parts(against: PatchSummary) -> list[tuple[str, int, str]]:
     if against.clean is None or against.certified is None:
         proved = against.proved
-        return [("proved", proved.right, "is-certified"), ("not proved", proved.of - proved.right, "is-open")]
+        return [("proved", proved.correct, "is-certified"), ("not proved", proved.total - proved.correct, "is-open")]
     certified, clean = against.certified, against.clean
     return [
-        ("right and certified", certified.right, "is-certified"),
-        ("right, not certified", max(0, clean.right - certified.right), "is-open"),
-        ("wrong", clean.of - max(clean.right, certified.right), "is-wrong"),
+        ("right and certified", certified.correct, "is-certified"),
+        ("right, not certified", max(0, clean.correct - certified.correct), "is-open"),
+        ("wrong", clean.total - max(clean.correct, certified.correct), "is-wrong"),
     ]
 
 
@@ -98,9 +105,9 @@ def _parts(against: Against) -> list[tuple[str, int, str]]:
 def table(run: Run) -> Markup:
     """Return every measured share with its interval, first without an attack, then per patch."""
     bodies = []
-    if run.labelled:
+    if run.labeled:
         rows = [row("Undefended network", run.undefended, "is-plain")] if run.undefended else []
-        seen: set[tuple[str, Share]] = set()
+        seen: set[tuple[str, Proportion]] = set()
         for name, against in run.patches.items():
             masks = "own masks" if against.masks == "own" else f"masks refitted to {size(name)}"
             if against.clean is not None and (masks, against.clean) not in seen:
@@ -114,7 +121,7 @@ def table(run: Run) -> Markup:
         else:
             rows.append(row("Proved to stay, right or wrong", against.proved, "is-proved"))
         refitted = "" if against.masks == "own" else ", masks refitted to it"
-        bodies.append(body(f"Against any {threat(name)}{refitted}", rows))
+        bodies.append(body(f"PatchSummary any {threat(name)}{refitted}", rows))
     return shares(bodies)
 
 
@@ -131,16 +138,16 @@ def body(title: str, rows: Sequence[Markup | None]) -> Markup:
     return tag("tbody", heading, *rows)
 
 
-def row(name: str, share: Share | None, colour: str) -> Markup | None:
+def row(name: str, share: Proportion | None, colour: str) -> Markup | None:
     """Return one share with its interval."""
     if share is None:
         return None
     return tag(
         "tr",
         tag("th", name, meter(share, colour), scope="row"),
-        tag("td", percent(share.share), class_="strong"),
+        tag("td", percent(share.rate), class_="strong"),
         tag("td", interval(share.low, share.high)),
-        tag("td", f"{share.right:,} of {share.of:,}"),
+        tag("td", f"{share.correct:,} of {share.total:,}"),
     )
 
 
@@ -173,7 +180,7 @@ def curve(run: Run) -> Markup | None:
     return tag("figure", heading, drawn, legend(entries), tag("figcaption", note), numbers, class_="plot")
 
 
-def curve_table(lines: Sequence[tuple[str, dict[int, Share]]]) -> Markup:
+def curve_table(lines: Sequence[tuple[str, dict[int, Proportion]]]) -> Markup:
     """Return the numbers of curves, one row per side."""
     sides = sorted({side for _, points in lines for side in points})
     rows = []
@@ -182,11 +189,11 @@ def curve_table(lines: Sequence[tuple[str, dict[int, Share]]]) -> Markup:
         for _, points in lines:
             share = points.get(side)
             small = (
-                tag("small", interval(share.low, share.high), tag("br"), f"{share.right:,} of {share.of:,}")
+                tag("small", interval(share.low, share.high), tag("br"), f"{share.correct:,} of {share.total:,}")
                 if share
                 else ""
             )
-            cells.append(tag("td", percent(share.share), small) if share else tag("td", "not measured"))
+            cells.append(tag("td", percent(share.rate), small) if share else tag("td", "not measured"))
         rows.append(tag("tr", tag("th", str(side), scope="row"), *cells))
     return numbers_folded(["Side", *(name for name, _ in lines)], rows)
 
@@ -215,15 +222,15 @@ def margins(run: Run) -> list[Markup]:
     return [_margins(run, patch, found) for patch, found in run.margins.items() if any(map(any, found.groups.values()))]
 
 
-def _margins(run: Run, patch: str, found: Margins) -> Markup:
-    looks = GROUP_LOOKS if run.labelled else UNLABELLED_LOOKS
-    shown = {group: counts for group, counts in found.groups.items() if run.labelled or group != "wrong" or any(counts)}
+def _margins(run: Run, patch: str, found: Histogram) -> Markup:
+    looks = GROUP_LOOKS if run.labeled else UNLABELLED_LOOKS
+    shown = {group: counts for group, counts in found.groups.items() if run.labeled or group != "wrong" or any(counts)}
     heading = tag("h3", f"Margins against a {threat(patch)}")
     entries = [(looks[group][0], colour_swatch(looks[group][1])) for group in shown]
     drawn = None
     if all(map(math.isfinite, found.edges)):
         about = f"Number of images by margin against a {threat(patch)}; the same numbers are in the table below."
-        drawn = histogram(Margins(found.edges, shown), about=about, x_title="margin, in units of evidence", looks=looks)
+        drawn = histogram(found.edges, shown, about=about, x_title="margin, in units of evidence", looks=looks)
     note = "How much evidence the label keeps over its closest rival under the worst attack. Above zero it stays."
     rows = [
         tag(
@@ -244,9 +251,10 @@ def classes(run: Run) -> Markup | None:
     """Return the table of classes, best first; of many classes the worst and the best, the others folded."""
     if not run.classes:
         return None
-    filled = [each for each in run.classes if each.of]
-    ordered = sorted(filled, key=lambda each: (-each.share(run.patch), -each.clean / each.of, each.name))
-    empty = [each.name for each in run.classes if not each.of]
+    filled = [each for each in run.classes if each.total]
+    rank = {each.name: (-each.certified.get(run.patch, 0) / each.total, -each.clean / each.total) for each in filled}
+    ordered = sorted(filled, key=lambda each: (rank[each.name], each.name))
+    empty = [each.name for each in run.classes if not each.total]
     parts: list[Markup] = []
     if len(ordered) <= 2 * CLASSES_SHOWN:
         parts.append(_class_table(run, ordered, "All classes, best first"))
@@ -272,7 +280,7 @@ def _class_looks(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _class_table(run: Run, members: Sequence[ClassCount], title: str) -> Markup:
+def _class_table(run: Run, members: Sequence[ClassSummary], title: str) -> Markup:
     heads = ["Class", "", "Images", "Right", *(f"Certified {size(patch)}" for patch in run.patches)]
     cells = (tag("th", words, scope="col", class_="bars" if not words else None) for words in heads)
     rows = [_class_row(run, each) for each in members]
@@ -280,13 +288,13 @@ def _class_table(run: Run, members: Sequence[ClassCount], title: str) -> Markup:
     return scroll(shown, title)
 
 
-def _class_row(run: Run, each: ClassCount) -> Markup:
+def _class_row(run: Run, each: ClassSummary) -> Markup:
     certified = each.certified.get(run.patch, 0)
     bar = stack(
         [
             (certified, "is-certified"),
             (max(0, each.clean - certified), "is-open"),
-            (max(0, each.of - max(each.clean, certified)), "is-wrong"),
+            (max(0, each.total - max(each.clean, certified)), "is-wrong"),
         ]
     )
     found = [each.clean, *(each.certified.get(patch, 0) for patch in run.patches)]
@@ -294,6 +302,6 @@ def _class_row(run: Run, each: ClassCount) -> Markup:
         "tr",
         tag("th", each.name, scope="row"),
         tag("td", bar, class_="bars"),
-        tag("td", f"{each.of:,}"),
-        *(tag("td", percent(number / each.of, 0), tag("small", f"{number:,}")) for number in found),
+        tag("td", f"{each.total:,}"),
+        *(tag("td", percent(number / each.total, 0), tag("small", f"{number:,}")) for number in found),
     )

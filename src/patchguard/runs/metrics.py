@@ -1,179 +1,162 @@
-"""What the records of a run say: shares with 95 % intervals, curves, classes, histograms. Imports no torch."""
+"""What the records of a run say: fractions with 95 % intervals, curves, classes, histograms. Imports no torch."""
 
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
-from patchguard.runs.records import FORMAT
-
-Share = dict[str, float | int | None]
+from patchguard.runs.summary import (
+    AttackSettings,
+    AttackSummary,
+    CertifySettings,
+    CertifySummary,
+    ClassSummary,
+    Curve,
+    Histogram,
+    Masks,
+    PatchSummary,
+    Proportion,
+)
 
 NORMAL_95 = 1.959963984540054  # 95 % of a normal distribution lie within so many deviations
 BINS = 40
-CUT = 0.005  # share of the margins at each end that the histogram collects in its outermost bins
+CUT = 0.005  # fraction of the margins at each end that the histogram collects in its outermost bins
+MARGIN_GROUPS = ("certified", "not_certified", "wrong")
+ATTACK_GROUPS = ("refuted", "broken", "open", "withstood")
+MASKS = ("own", "refitted")
+
+Record = Mapping[str, Any]
 
 
-def wilson(right: int, of: int) -> tuple[float, float]:
-    """Return the 95 % Wilson interval of a share.
+def wilson(correct: int, total: int) -> tuple[float, float]:
+    """Return the 95 % Wilson interval of a fraction.
 
     >>> [round(bound, 3) for bound in wilson(8, 10)]
     [0.49, 0.943]
     """
-    if of == 0:
+    if total == 0:
         return 0.0, 1.0
     square = NORMAL_95**2
-    centre = (right + square / 2) / (of + square)
-    spread = NORMAL_95 / (of + square) * math.sqrt(right * (of - right) / of + square / 4)
-    return (0.0 if right == 0 else centre - spread), (1.0 if right == of else centre + spread)
+    center = (correct + square / 2) / (total + square)
+    spread = NORMAL_95 / (total + square) * math.sqrt(correct * (total - correct) / total + square / 4)
+    return (0.0 if correct == 0 else center - spread), (1.0 if correct == total else center + spread)
 
 
-def share(right: int, of: int) -> Share:
-    """Return a count as a share with its interval; the share of nothing is None."""
-    low, high = wilson(right, of)
-    return {"right": right, "of": of, "share": right / of if of else None, "low": low, "high": high}
+def proportion(correct: int, total: int) -> Proportion:
+    """Return a count as a fraction with its interval; the fraction of nothing is None."""
+    low, high = wilson(correct, total)
+    fraction = correct / total if total else None
+    return Proportion(correct=correct, total=total, fraction=fraction, low=low, high=high)
 
 
-def summarise(records: Iterable[Mapping[str, Any]], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return everything that a table or report of the run shows, from one pass over its records.
-
-    clean       the label is the true class
-    certified   and no patch changes it
-    proved      no patch changes the label, right or wrong
-    """
-    tally = Tally(settings)
-    for record in records:
-        tally.add(record)
-    return tally.summary()
-
-
-def make_summary(
-    found: Mapping[str, Any], stamp: Mapping[str, Any], seconds: Mapping[str, float | None]
-) -> dict[str, Any]:
-    """Return summary.json: what the records say, with settings and versions out of run.json."""
-    masks = {key: entry["masks"] for key, entry in found["patches"].items()}
-    return {
-        "format": FORMAT,
-        **found,
-        "seconds": dict(seconds),
-        "settings": {**stamp["settings"], "masks": masks},
-        "environment": stamp["environment"],
-    }
+# -- certify -----------------------------------------------------------------------------------------------------------
 
 
 @final
-class Tally:
+class CertifyTally:
     """Counts that grow with every record. Memory: some numbers, and one margin per image and patch."""
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: CertifySettings) -> None:
         self.settings = settings
-        self.labelled = bool(settings["labelled"])
-        self.keys: list[str] = list(settings["patches"])
-        self.sides: list[int] = list(settings["curve"])
         self.images = 0
         self.errors = 0
         self.counts: Counter[tuple[str, ...]] = Counter()
         self.margins: dict[tuple[str, str], array[float]] = {}
 
-    def add(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Record) -> None:
         """Count one record."""
         self.images += 1
         if "error" in record:
             self.errors += 1
             return
         target, counts = record["target"], self.counts
-        counts["read",] += 1
-        counts["undefended",] += record["undefended"] == target
-        counts["clean",] += record["label"] == target
+        if record.get("undefended") is not None:
+            counts["undefended", "total"] += 1
+            counts["undefended", "clean"] += record["undefended"] == target
         counts["class", str(target)] += 1
-        # Masks fitted to a patch are another rule: what is right and what is certified are counted of the same one.
-        counts["class clean", str(target)] += record["patches"][self.keys[0]]["label"] == target
+        # Masks fitted to a patch are another rule: correct and certified are counted of the same one.
+        counts["class clean", str(target)] += record["patches"][self.settings.patches[0]]["label"] == target
         for key, entry in record["patches"].items():
-            right = entry["label"] == target
-            proved = bool(entry["certified"])
-            counts["of", key] += 1
-            counts["clean", key] += right
-            counts["proved", key] += proved
-            counts["certified", key] += proved and right
-            counts["class certified", key, str(target)] += proved and right
+            proved = self._count("patch", key, entry, target)
+            counts["class certified", key, str(target)] += proved and entry["label"] == target
             counts["masks", key, entry["masks"]] += 1
             if entry["margin"] is not None:
-                group = "wrong" if self.labelled and not right else "certified" if proved else "not_certified"
+                wrong = self.settings.labeled and entry["label"] != target
+                group = "wrong" if wrong else "certified" if proved else "not_certified"
                 self.margins.setdefault((key, group), array("d")).append(entry["margin"])
-        for side in self.sides:
-            kept = record["largest"] >= side
-            counts["kept proved", str(side)] += kept
-            counts["kept", str(side)] += kept and record["label"] == target
-            again = record["refitted"].get(str(side))
-            if again is not None:
-                right = again["label"] == target
-                counts["refitted of", str(side)] += 1
-                counts["refitted clean", str(side)] += right
-                counts["refitted proved", str(side)] += bool(again["certified"])
-                counts["refitted certified", str(side)] += right and bool(again["certified"])
+        for side in self.settings.curve:
+            if record.get("largest") is not None:
+                kept = {"label": record["label"], "certified": record["largest"] >= side}
+                self._count("kept", str(side), kept, target)
+            if str(side) in record["refitted"]:
+                self._count("refitted", str(side), record["refitted"][str(side)], target)
+
+    def _count(self, what: str, key: str, entry: Record, target: int | None) -> bool:
+        correct, proved = entry["label"] == target, bool(entry["certified"])
+        self.counts[what, key, "total"] += 1
+        self.counts[what, key, "clean"] += correct
+        self.counts[what, key, "proved"] += proved
+        self.counts[what, key, "certified"] += proved and correct
+        return proved
 
     @property
     def accuracy(self) -> tuple[float | None, float | None]:
-        """The share that is right, or None without classes; and that is certified (proved) for the first patch."""
-        read, first = self.counts["read",], self.keys[0]
-        if read == 0:
-            return None, None
-        if not self.labelled:
-            return None, self.counts["proved", first] / read
-        return self.counts["clean", first] / read, self.counts["certified", first] / read
+        """The fraction that is correct, or None without classes; and that is certified, for the first patch."""
+        first = self._summarize_patch("patch", self.settings.patches[0])
+        return first.clean.fraction if first.clean else None, first.main.fraction
 
-    def summary(self) -> dict[str, Any]:
-        """Return summary.json, but for what does not come from records."""
-        found: dict[str, Any] = {"images": self.images, "errors": self.errors, "labelled": self.labelled}
-        if self.labelled:
-            found["undefended"] = self._share(("undefended",), ("read",))
-        found["patches"] = {key: self._patch(key) for key in self.keys}
-        found["curve"] = self._curve()
-        if self.labelled:
-            found["classes"] = self._classes()
-        found["margins"] = {key: self._histogram(key) for key in self.keys}
-        return found
+    def summarize(self, **facts: Any) -> CertifySummary:
+        """Return the summary; `facts` are seconds and environment, which do not come from records."""
+        settings, labeled = self.settings, self.settings.labeled
+        undefended = proportion(self.counts["undefended", "clean"], self.counts["undefended", "total"])
+        curve = Curve(
+            kept={side: self._summarize_patch("kept", str(side)).main for side in settings.curve},
+            refitted={side: self._summarize_patch("refitted", str(side)) for side in settings.curve},
+        )
+        return CertifySummary(
+            images=self.images,
+            errors=self.errors,
+            labeled=labeled,
+            undefended=undefended if labeled and undefended.total else None,
+            patches={key: self._summarize_patch("patch", key) for key in settings.patches},
+            curve=curve,
+            classes=self._summarize_classes() if labeled else [],
+            margins={key: self._bin_margins(key) for key in settings.patches},
+            settings=settings,
+            **facts,
+        )
 
-    def _share(self, right: tuple[str, ...], of: tuple[str, ...]) -> Share:
-        return share(self.counts[right], self.counts[of])
+    def _summarize_patch(self, what: str, key: str) -> PatchSummary:
+        total = self.counts[what, key, "total"]
+        names = ("clean", "certified", "proved") if self.settings.labeled else ("proved",)
+        numbers = {name: proportion(self.counts[what, key, name], total) for name in names}
+        return PatchSummary(**numbers, masks=_join_masks(*(self.counts["masks", key, kind] for kind in MASKS)))
 
-    def _patch(self, key: str) -> dict[str, Any]:
-        names = ("clean", "certified", "proved") if self.labelled else ("proved",)
-        kinds = [kind for kind in ("own", "refitted") if self.counts["masks", key, kind]]
-        shares: dict[str, Any] = {name: self._share((name, key), ("of", key)) for name in names}
-        return {**shares, "masks": "mixed" if len(kinds) > 1 else kinds[0] if kinds else None}
-
-    def _curve(self) -> dict[str, Any]:
-        kept: dict[str, Any] = {}
-        refitted: dict[str, Any] = {}
-        for side in map(str, self.sides):
-            kept[side] = self._share(("kept" if self.labelled else "kept proved", side), ("read",))
-            names = ("clean", "certified", "proved") if self.labelled else ("proved",)
-            refitted[side] = {name: self._share((f"refitted {name}", side), ("refitted of", side)) for name in names}
-        return {"kept": kept, "refitted": refitted}
-
-    def _classes(self) -> list[dict[str, Any]]:
-        rows = []
-        for number, name in enumerate(self.settings["class_names"]):
-            of = self.counts["class", str(number)]
-            certified = {key: self.counts["class certified", key, str(number)] for key in self.keys}
-            rows.append(
-                {"name": name, "of": of, "clean": self.counts["class clean", str(number)], "certified": certified}
+    def _summarize_classes(self) -> list[ClassSummary]:
+        return [
+            ClassSummary(
+                name=name,
+                total=self.counts["class", str(number)],
+                clean=self.counts["class clean", str(number)],
+                certified={key: self.counts["class certified", key, str(number)] for key in self.settings.patches},
             )
-        return rows
+            for number, name in enumerate(self.settings.class_names)
+        ]
 
-    def _histogram(self, key: str) -> dict[str, list[Any]]:
-        groups = {group: self.margins.get((key, group), array("d")) for group in GROUPS}
-        edges = _edges([margin for margins in groups.values() for margin in margins])
-        return {"edges": edges, **{group: _binned(margins, edges) for group, margins in groups.items()}}
-
-
-GROUPS = ("certified", "not_certified", "wrong")
+    def _bin_margins(self, key: str) -> Histogram:
+        groups = {group: self.margins.get((key, group), array("d")) for group in MARGIN_GROUPS}
+        edges = _choose_edges([margin for margins in groups.values() for margin in margins])
+        return Histogram(edges=edges, **{group: _count_bins(margins, edges) for group, margins in groups.items()})
 
 
-def _edges(margins: list[float]) -> list[float]:
-    """Return the edges of bins of equal width, one of them at 0: what is right of it is proved."""
+def _join_masks(own: int, refitted: int) -> Masks | None:
+    """Return which masks were used, from the numbers of records with either kind."""
+    return ("mixed" if refitted else "own") if own else ("refitted" if refitted else None)
+
+
+def _choose_edges(margins: list[float]) -> list[float]:
+    """Return the edges of bins of equal width, one of them at 0: margins above it are proved."""
     if not margins:
         return []
     margins.sort()
@@ -185,11 +168,92 @@ def _edges(margins: list[float]) -> list[float]:
     return [width * number for number in range(-below, above + 1)]
 
 
-def _binned(margins: Sequence[float], edges: list[float]) -> list[int]:
+def _count_bins(margins: Sequence[float], edges: list[float]) -> list[int]:
     """Count the margins in each bin (low, high]; those beyond the ends count in the outermost bins."""
     counts = [0] * max(0, len(edges) - 1)
     for margin in margins:
         # Counted from the edge at 0, so that rounding cannot move a margin across it.
-        place = edges.index(0.0) + math.ceil(margin / (edges[1] - edges[0])) - 1
-        counts[min(max(place, 0), len(counts) - 1)] += 1
+        index = edges.index(0.0) + math.ceil(margin / (edges[1] - edges[0])) - 1
+        counts[min(max(index, 0), len(counts) - 1)] += 1
     return counts
+
+
+# -- attack ------------------------------------------------------------------------------------------------------------
+
+
+def attack_group(record: Record) -> str:
+    """Return how an attacked image came out.
+
+    refuted     proved to keep its label, and lost it
+    broken      not proved, and broken
+    open        not proved, and not broken: another attack may do it
+    withstood   proved, and kept its label
+    """
+    if record["refuted"]:
+        return "refuted"
+    if record["certified"]:
+        return "withstood"
+    return "broken" if record["broken"] else "open"
+
+
+@final
+class AttackTally:
+    """Counts that grow with every record of an attack; `AttackSummary` says what they mean."""
+
+    def __init__(self, settings: AttackSettings) -> None:
+        self.settings = settings
+        self.images = 0
+        self.errors = 0
+        self.counts: Counter[str] = Counter()
+        self.refuted: list[int] = []
+
+    def add(self, record: Record) -> None:
+        """Count one record."""
+        self.images += 1
+        if "error" in record:
+            self.errors += 1
+            return
+        counts, aim = self.counts, self.settings.aim
+        proved, attempted = bool(record["certified"]), record["places"] is not None
+        # Without true classes, the label of the clean image is what an attack must change.
+        target = record["target"] if self.settings.labeled else record["label"]
+        correct = record["label"] == target
+        counts["read"] += 1
+        counts["clean"] += correct
+        counts["attacked"] += correct and (record["attacked"] == target or bool(record.get("alert")))
+        counts["certified"] += correct and proved
+        counts["proved"] += proved
+        counts["attempted"] += attempted
+        counts["proved and attempted"] += proved and attempted
+        unproved = correct and attempted and not proved
+        counts["unproved"] += unproved
+        counts["broken"] += unproved and bool(record["broken"])
+        counts["alerts"] += attempted and bool(record.get("alert"))
+        if aim is not None and target != aim:
+            counts["not of the aim"] += 1
+            counts["aimed"] += bool(record["broken"])
+        counts[f"masks {record['masks']}"] += 1
+        if record["refuted"]:
+            self.refuted.append(record["index"])
+
+    def summarize(self, **facts: Any) -> AttackSummary:
+        """Return the summary; `facts` are seconds and environment, which do not come from records."""
+        counts = self.counts
+        of_all: dict[str, Any] = {
+            name: proportion(counts[name], counts["read"])
+            for name in ("clean", "attacked", "certified", "proved", "attempted")
+        }
+        return AttackSummary(
+            images=self.images,
+            errors=self.errors,
+            labeled=self.settings.labeled,
+            **of_all,
+            broken=proportion(counts["broken"], counts["unproved"]),
+            certified_broken=proportion(len(self.refuted), counts["proved and attempted"]),
+            alerts=proportion(counts["alerts"], counts["attempted"]),
+            aimed=None if self.settings.aim is None else proportion(counts["aimed"], counts["not of the aim"]),
+            masks=_join_masks(*(counts[f"masks {kind}"] for kind in MASKS)),
+            refuted=sorted(self.refuted),
+            settings=self.settings,
+            **facts,
+        )

@@ -1,9 +1,10 @@
-"""What the records of an attack add up to, and the page that is made of its folder."""
+"""Attacks on what is certified, and the page that is made of their folder."""
 
 import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,77 +16,13 @@ from patchguard.attacks.adapters import Called
 from patchguard.attacks.base import Attacked
 from patchguard.data.source import Source
 from patchguard.defenses import Undefended
-from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
 from patchguard.report import render as report
 from patchguard.runs import attack_gallery
-from patchguard.runs.gap import group, measure
-from patchguard.runs.job import Job
-from patchguard.runs.loop import check_complete, pool
-from patchguard.runs.plan import WrittenPatch
+from patchguard.runs.attack import Trial, describe_budget, refute
+from patchguard.runs.engine import check_complete, worker_pool
+from patchguard.runs.job import Job, WrittenPatch
 from patchguard.runs.records import Folder
-from patchguard.runs.refute import Trial, budget_of, refute
-
-
-def record(index: int, target: int, label: int, attacked: int, *, certified: bool = False, **more: object) -> dict:
-    """A record of an untargeted attack."""
-    tried = target == label
-    return {
-        "index": index,
-        "target": target,
-        "label": label,
-        "certified": certified,
-        "attacked": attacked,
-        "broken": attacked != target,
-        "refuted": certified and attacked != label,
-        "places": [[0, 0]] if tried else None,
-        "masks": "own",
-        **more,
-    }
-
-
-RECORDS = [
-    record(0, 1, 1, 1, certified=True),  # proved, and held
-    record(1, 1, 1, 0),  # broken
-    record(2, 1, 1, 2),  # broken
-    record(3, 1, 1, 1),  # neither proved nor broken
-    record(4, 1, 2, 2),  # wrong as it is
-    record(5, 1, 2, 2, certified=True),  # wrong, and proved to stay so
-    {"index": 6, "name": "torn.png", "target": 1, "error": "is truncated"},
-]
-SETTINGS = {"labelled": True, "aim": None}
-
-
-def shares(found: dict, *names: str) -> list[tuple[int, int]]:
-    return [(found[name]["right"], found[name]["of"]) for name in names]
-
-
-def test_every_image_is_counted_once_where_it_belongs():
-    found = measure(RECORDS, SETTINGS)
-    assert (found["images"], found["errors"], found["refuted"], found["masks"]) == (7, 1, [], "own")
-    counted = shares(found, "clean", "attacked", "certified", "proved", "tried", "broken", "fallen")
-    assert counted == [(4, 6), (2, 6), (1, 6), (2, 6), (4, 6), (2, 3), (0, 1)]
-    assert [group(each) for each in RECORDS[:4]] == ["withstood", "broken", "broken", "open"]
-
-
-def test_a_fallen_certificate_is_listed_and_lowers_what_is_right_below_what_is_certified():
-    fallen = record(7, 1, 1, 0, certified=True)
-    found = measure([*RECORDS, fallen], SETTINGS)
-    assert found["refuted"] == [7]
-    assert group(fallen) == "refuted"
-    assert shares(found, "attacked", "certified", "fallen", "broken") == [(2, 7), (2, 7), (1, 2), (2, 3)]
-
-
-def test_an_alert_counts_as_an_answer_that_stands():
-    alarmed = record(0, 1, 1, 0, certified=True, alert=True) | {"broken": False, "refuted": False}
-    found = measure([alarmed, record(1, 1, 1, 0, alert=False)], SETTINGS)
-    assert shares(found, "attacked", "alerts", "broken", "fallen") == [(1, 2), (1, 2), (1, 1), (0, 1)]
-
-
-def test_without_true_classes_the_label_is_what_must_stay():
-    found = measure([{**each, "target": None} for each in RECORDS], {"labelled": False, "aim": None})
-    assert shares(found, "clean", "attacked") == [(6, 6), (4, 6)]
-
 
 # -- runs from Python --------------------------------------------------------------------------------------------------
 
@@ -116,14 +53,14 @@ def test_any_function_can_be_used_to_refute(tmp_path):
         return changed
 
     attack = Called(function=whiten)
-    assert "whiten" in budget_of(attack)["function"]
+    assert "whiten" in describe_budget(attack)["function"]
     plain = threshold_guard.make_guard(Undefended())
     outcome = refute(trial(attack, plain), tmp_path, device="cpu")
     found = sorted(Folder(tmp_path).records(), key=lambda each: each["index"])
     assert [each["broken"] for each in found] == [True, True, False, False]
     assert found[0]["places"] == [[4, 4]]
-    assert outcome.summary["broken"]["right"] == 2
-    assert outcome.summary["refuted"] == []
+    assert outcome.summary.broken.correct == 2
+    assert outcome.summary.refuted == []
 
 
 class Claims(Attack):
@@ -141,11 +78,11 @@ class Claims(Attack):
 
 @pytest.mark.parametrize("proved", [True, False])
 def test_a_certified_label_that_the_attack_alone_saw_change_is_refuted(tmp_path, monkeypatch, proved):
-    monkeypatch.setattr("patchguard.runs.refute.budget_of", lambda attack: {})
+    monkeypatch.setattr("patchguard.runs.attack.describe_budget", lambda attack: {})
     guard = None if proved else threshold_guard.make_guard(Undefended())
     summary = refute(trial(Claims(), guard), tmp_path, device="cpu").summary
     found = list(Folder(tmp_path).records())
-    assert summary["refuted"] == ([0, 1, 2, 3] if proved else [])
+    assert summary.refuted == ([0, 1, 2, 3] if proved else [])
     for each in found:
         assert (each["certified"], each["refuted"], each["broken"]) == (proved, proved, proved)
         assert each["attacked"] == (1 - each["label"] if proved else each["label"])
@@ -160,12 +97,12 @@ def test_an_attack_that_leaves_its_patch_is_a_mistake_of_the_attack(tmp_path):
 
 def test_a_run_is_summed_up_only_when_every_image_is_recorded_once(tmp_path):
     job, folder = trial(build("colours")).job, Folder(tmp_path / "run")
-    counts = {"images": 4, "errors": 0}
+    counts = SimpleNamespace(images=4, errors=0, add=print)
 
     def recorded(*indices: int) -> Folder:
         for shard in folder.shards():
             shard.unlink()
-        with folder.locked(first=True), folder.appending(0) as records:
+        with folder.lock(), folder.open_shard(0) as records:
             records.append([{"index": index, "name": "x"} for index in indices])
         return folder
 
@@ -185,7 +122,7 @@ def test_a_run_that_is_stopped_does_not_begin_what_is_queued():
         go.wait(10)
 
     def stopped() -> None:
-        with pool(1) as workers:
+        with worker_pool(1) as workers:
             for number in range(5):
                 workers.submit(work, number)
             while not begun:
@@ -228,7 +165,7 @@ def test_a_damaged_folder_is_one_sentence(copied):
         report.write([copied])
     summary = json.loads((copied / "summary.json").read_text())
     (copied / "summary.json").write_text(json.dumps(summary | {"refuted": ["first"]}))
-    with pytest.raises(InputError, match=r"refuted\[0\]. must be a whole number.*`patchguard attack` write"):
+    with pytest.raises(InputError, match=r"summary\.json. is damaged at .refuted\[0\].: expected `int`, got `str`"):
         report.write([copied])
     (copied / "summary.json").unlink()
     with pytest.raises(InputError, match="finished run"):
@@ -245,11 +182,8 @@ def test_maps_of_other_shapes_are_refused(copied):
 
 
 def test_without_a_proof_the_report_shows_the_class_that_came_closest():
-    logits = torch.zeros(2, 4, 1, 1)
-    logits[1, :, 0, 0] = torch.tensor([1.0, 9.0, 5.0, 2.0])
-    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    scores = torch.tensor([1.0, 9.0, 5.0, 2.0], dtype=torch.float64)
     record = {"label": 1, "attacked": 1, "margin": None, "rival": 0}
-    maps = Evidence(low=None)(logits)
-    assert attack_gallery.view(images[0], images[1], record, maps).other == 2
-    assert attack_gallery.view(images[0], images[1], record | {"margin": -1.0}, maps).other == 0
-    assert attack_gallery.view(images[0], images[1], record | {"attacked": 3}, maps).other == 3
+    assert attack_gallery.find_other_class(record, scores) == 2
+    assert attack_gallery.find_other_class(record | {"margin": -1.0}, scores) == 0
+    assert attack_gallery.find_other_class(record | {"attacked": 3}, scores) == 3

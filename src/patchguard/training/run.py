@@ -171,9 +171,9 @@ def load_data(options: Options, device: torch.device) -> tuple[Dataset | Source,
         whole = loaded(source, size=size)[0]
         return *datasets.hold_out(whole, recipe.count_held_out(len(whole))), test
     logger.info("%s images do not fit into memory and are decoded anew in every epoch", f"{len(source):,}")
-    kept, apart = held_out_places(len(source), recipe.count_held_out(len(source)))
+    remaining, apart = held_out_places(len(source), recipe.count_held_out(len(source)))
     held_out = loaded(source.subset(apart.tolist()), size=size)[0]
-    return source.subset(kept.tolist()), held_out, test
+    return source.subset(remaining.tolist()), held_out, test
 
 
 def save_and_measure(

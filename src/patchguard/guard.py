@@ -430,7 +430,7 @@ class Guard(ABC):
     def differentiable_logits(self, images: Images) -> Float[Tensor, "batch classes rows columns"]:
         """Return the class scores of every cell with their graph, for attacks that follow gradients."""
         raise InputError(
-            f"{type(self).__name__} offers no gradients to follow. Use an attack that needs none: noise, colours or copy."
+            f"{type(self).__name__} offers no gradients to follow. Use an attack that needs none: noise, colours, copy."
         )
 
     def to(self, device: torch.device | str) -> "Guard":

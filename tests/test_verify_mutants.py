@@ -84,7 +84,7 @@ MUTANTS = {
     "upper for the label": [rename(ROBUST, "least", "most", "own")],
     "lower for the rivals": [rename(ROBUST, "most", "least", "whole", "size")],
     "nothing is caught": [drop(ROBUST, "whole", "shared")],
-    "the label is not recomputed": [settle("_prove", "found", "label", to=False)],
+    "the label is not recomputed": [settle("_prove", "answer", "label", to=False)],
     "the margin is not compared": [settle("_check_margin", "units", "margin", to=False)],
     "windows are not compared": [spoil("_holds", lambda _, __, touched, starts, stops: starts >= 0)],
     "rows are not compared": [keep_right("_check_windows", "_holds", "top", "wide")],

@@ -56,11 +56,11 @@ def weights_of(out: Path) -> dict[str, torch.Tensor]:
 
 def test_the_command_trains_saves_and_measures_the_saved_file(data: Path, tmp_path: Path) -> None:
     options = [*folder_options(data, tmp_path, other_patches=[1]), "--test", "--epochs", "4"]
-    shown = CliRunner().invoke(app, ["train", *options])
-    assert shown.exit_code == 0, shown.output
+    result = CliRunner().invoke(app, ["train", *options])
+    assert result.exit_code == 0, result.output
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary == json.loads(shown.stdout)
-    assert shown.stderr.count("epoch ") >= 4
+    assert summary == json.loads(result.stdout)
+    assert result.stderr.count("epoch ") >= 4
     assert [entry["total"] for entry in summary["test"]] == [40, 40]
     assert [entry["patch"]["height"] for entry in summary["held_out"]] == [2, 1]
     assert summary["test"][0]["clean"] > 0.7
@@ -76,9 +76,9 @@ def test_the_command_trains_saves_and_measures_the_saved_file(data: Path, tmp_pa
 
 
 def test_recipes_are_listed_with_one_line_each() -> None:
-    shown = CliRunner().invoke(app, ["train", "--list"])
-    assert shown.exit_code == 0
-    assert len(shown.output.splitlines()) == 1 + len(recipes.RECIPES)
+    result = CliRunner().invoke(app, ["train", "--list"])
+    assert result.exit_code == 0
+    assert len(result.output.splitlines()) == 1 + len(recipes.RECIPES)
 
 
 @pytest.mark.parametrize(
@@ -95,11 +95,11 @@ def test_recipes_are_listed_with_one_line_each() -> None:
     ],
 )
 def test_the_command_says_in_one_line_what_is_wrong(data: Path, tmp_path: Path, extra: list[str], message: str) -> None:
-    shown = CliRunner().invoke(app, ["train", *folder_options(data, tmp_path / "out"), *extra])
-    assert shown.exit_code == 1
-    assert len(shown.stderr.splitlines()) == 1
+    result = CliRunner().invoke(app, ["train", *folder_options(data, tmp_path / "out"), *extra])
+    assert result.exit_code == 1
+    assert len(result.stderr.splitlines()) == 1
 
-    assert re.search(message, shown.stderr)
+    assert re.search(message, result.stderr)
 
 
 # -- stopped, killed ---------------------------------------------------------------------------------------------------
@@ -168,9 +168,9 @@ def test_ctrl_c_stops_after_the_epoch_and_twice_at_once(
 
     monkeypatch.setattr(run, "train", train)
     before = signal.getsignal(signal.SIGINT)
-    shown = CliRunner().invoke(app, ["train", *folder_options(tmp_path, tmp_path / "out")])
-    assert shown.exit_code == 130
-    assert f"the same command resumes after {message}" in shown.stderr
+    result = CliRunner().invoke(app, ["train", *folder_options(tmp_path, tmp_path / "out")])
+    assert result.exit_code == 130
+    assert f"the same command resumes after {message}" in result.stderr
     assert signal.getsignal(signal.SIGINT) is before
 
 
@@ -182,10 +182,10 @@ def test_images_that_do_not_fit_into_memory_are_streamed(
 ) -> None:
     monkeypatch.setattr(loaders, "MEMORY_FRACTION", 0.0)
     monkeypatch.setattr(loaders.StreamingLoader, "workers", 0, raising=False)
-    shown = CliRunner().invoke(app, ["train", *folder_options(data, tmp_path), "--epochs", "2"])
-    assert shown.exit_code == 0, shown.output
-    assert "decoded anew in every epoch" in shown.stderr
-    summary = json.loads(shown.stdout)
+    result = CliRunner().invoke(app, ["train", *folder_options(data, tmp_path), "--epochs", "2"])
+    assert result.exit_code == 0, result.output
+    assert "decoded anew in every epoch" in result.stderr
+    summary = json.loads(result.stdout)
     assert summary["train_images"] == 160
     assert summary["held_out"][0]["total"] == 60
 

@@ -109,9 +109,9 @@ def test_no_contents_on_any_position_change_a_certified_label(patch: Patch) -> N
 
 MUTANTS = {
     "center and radius swapped": (IntervalGuard, "_range", lambda right: lambda self: swapped(right(self))),
-    "|W| forgotten": (interval, "absolute", lambda right: lambda weight: weight),
-    "radius forgotten": (interval, "affine", lambda right: lambda *a: (right(*a)[0], 0 * right(*a)[1])),
-    "only the upper end": (interval, "rectified", lambda right: lambda c, r: (F.relu(c + r), 0 * r)),
+    "|W| forgotten": (interval, "take_absolute", lambda right: lambda weight: weight),
+    "radius forgotten": (interval, "bound_affine", lambda right: lambda *a: (right(*a)[0], 0 * right(*a)[1])),
+    "only the upper end": (interval, "apply_relu", lambda right: lambda c, r: (F.relu(c + r), 0 * r)),
 }
 
 

@@ -67,9 +67,9 @@ def test_the_command_trains_and_the_file_certifies(tmp_path: Path) -> None:
         "ema_decay": 0.8,
     }
     options = folder_options(data, tmp_path / "out", recipe="cifar10_ibp_2", **changes)
-    shown = CliRunner().invoke(app, ["train", *options, "--epochs", "12"])
-    assert shown.exit_code == 0, shown.output
-    summary = json.loads(shown.stdout)
+    result = CliRunner().invoke(app, ["train", *options, "--epochs", "12"])
+    assert result.exit_code == 0, result.output
+    summary = json.loads(result.stdout)
     (accuracy,) = summary["held_out"]
     assert accuracy["clean"] > 0.6
     assert accuracy["certified"] > 0.2

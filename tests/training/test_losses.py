@@ -14,7 +14,7 @@ GRID, CLASSES, BATCH = (6, 7), 4, 5
 MASKS = [Windows.sliding(grid=GRID, size=(2, 3)), Windows(grid=GRID, rows=((0, 4), (2, 6)), columns=((0, 3), (2, 7)))]
 
 
-def drawn(seed: int, low: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def random_evidence(seed: int, low: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     evidence = torch.randn(BATCH, CLASSES, *GRID, generator=generator)
     target = torch.randint(CLASSES, (BATCH,), generator=generator)
@@ -94,25 +94,25 @@ LITERAL = {
 @pytest.mark.parametrize("name", LITERAL)
 def test_a_loss_equals_its_formula_written_out(name: str, masks: Windows) -> None:
     literal, low = LITERAL[name]
-    evidence, target = drawn(1, low)
-    found = losses.LOSSES[name](evidence, target, losses.to_boxes(masks), losses.HARD)
+    evidence, target = random_evidence(1, low)
+    loss = losses.LOSSES[name](evidence, target, losses.to_boxes(masks), losses.HARD)
     boxes = [tuple(box) for box in masks.boxes.tolist()]
     maps = evidence.detach()
     expected = [literal(image, int(y), boxes) for image, y in zip(maps, target, strict=True)]
-    assert float(found.detach()) == pytest.approx(sum(expected) / BATCH, abs=1e-5)
+    assert float(loss.detach()) == pytest.approx(sum(expected) / BATCH, abs=1e-5)
 
 
 def test_the_plain_loss_is_the_cross_entropy_of_the_mean() -> None:
-    evidence, target = drawn(2)
-    found = losses.plain(evidence, target, losses.to_boxes(MASKS[0]))
+    evidence, target = random_evidence(2)
+    loss = losses.plain(evidence, target, losses.to_boxes(MASKS[0]))
     means = evidence.detach().mean((2, 3)).tolist()
     expected = [cross_entropy(scores, int(y)) for scores, y in zip(means, target, strict=True)]
-    assert float(found.detach()) == pytest.approx(sum(expected) / BATCH, abs=1e-6)
+    assert float(loss.detach()) == pytest.approx(sum(expected) / BATCH, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["double_masking", "provable"])
 def test_hidden_cells_get_no_gradient_and_visible_ones_do(name: str) -> None:
-    evidence, target = drawn(3)
+    evidence, target = random_evidence(3)
     boxes = losses.to_boxes(MASKS[0])
     losses.LOSSES[name](evidence, target, boxes, losses.HARD).backward()
     chosen = (
@@ -127,7 +127,7 @@ def test_hidden_cells_get_no_gradient_and_visible_ones_do(name: str) -> None:
 
 @pytest.mark.parametrize("name", losses.LOSSES)
 def test_the_gradient_is_that_of_the_value(name: str) -> None:
-    evidence, target = drawn(11, 0.0)
+    evidence, target = random_evidence(11, 0.0)
     boxes = losses.to_boxes(MASKS[0])
     losses.LOSSES[name](evidence, target, boxes, losses.HARD).backward()
     direction = torch.randn(evidence.shape, generator=torch.Generator().manual_seed(5))
@@ -141,7 +141,7 @@ def test_the_gradient_is_that_of_the_value(name: str) -> None:
 
 
 def test_the_worst_pair_does_not_depend_on_how_many_sums_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    evidence, target = drawn(6)
+    evidence, target = random_evidence(6)
     boxes = losses.to_boxes(MASKS[0])
     pair, windows = losses.find_worst_pair(evidence, target, boxes), losses.find_worst_window(evidence, target, boxes)
     claim = losses.find_wrong_claim(evidence, target, boxes)
@@ -154,21 +154,21 @@ def test_the_worst_pair_does_not_depend_on_how_many_sums_are_held_at_once(monkey
 
 
 def test_a_mix_is_the_weighted_sum_on_clipped_evidence_in_float32() -> None:
-    local_logits, target = drawn(7)
+    local_logits, target = random_evidence(7)
     boxes = losses.to_boxes(MASKS[0])
     weights = {"plain": 0.25, "robust_masking": 2.0}
     smooth = losses.CrossEntropy(label_smoothing=0.1)
-    found = losses.combine(weights, local_logits.bfloat16(), target, boxes, low=0.0, criterion=smooth)
+    loss = losses.combine(weights, local_logits.bfloat16(), target, boxes, low=0.0, criterion=smooth)
     evidence = local_logits.bfloat16().float().clamp(min=0)
     expected = 0.25 * losses.plain(evidence, target, boxes, smooth) + 2 * losses.robust_masking(
         evidence, target, boxes, smooth
     )
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, expected)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected)
 
 
 def test_a_pair_that_hides_everything_gives_a_finite_loss() -> None:
-    evidence, target = drawn(8)
+    evidence, target = random_evidence(8)
     whole = losses.to_boxes(Windows.sliding(grid=GRID, size=GRID))
     assert float(losses.double_masking(evidence, target, whole).detach()) == pytest.approx(math.log(CLASSES))
 
@@ -185,21 +185,21 @@ def test_masks_on_a_circle_and_unknown_losses_are_refused() -> None:
 
 
 def test_the_local_loss_is_the_mean_cross_entropy_of_single_cells() -> None:
-    evidence, target = drawn(9)
-    found = losses.local(evidence, target, losses.to_boxes(MASKS[0]))
+    evidence, target = random_evidence(9)
+    loss = losses.local(evidence, target, losses.to_boxes(MASKS[0]))
     each = [
         cross_entropy(evidence[image, :, row, column].tolist(), int(target[image]))
         for image in range(BATCH)
         for row, column in ALL
     ]
-    assert float(found.detach()) == pytest.approx(sum(each) / len(each), abs=1e-6)
+    assert float(loss.detach()) == pytest.approx(sum(each) / len(each), abs=1e-6)
 
 
 def test_a_goal_mixes_target_teacher_and_smoothing() -> None:
     scores, target = torch.tensor([[1.0, 2.0, 0.5]]), torch.tensor([2])
     goal = losses.CrossEntropy(label_smoothing=0.3, teacher=torch.tensor([[0.2, 0.7, 0.1]]), distill_weight=0.25)
-    wanted = [0.7 * (0.75 * own + 0.25 * said) + 0.1 for own, said in zip((0, 0, 1), (0.2, 0.7, 0.1), strict=True)]
-    expected = sum(weight * cross_entropy(scores[0].tolist(), k) for k, weight in enumerate(wanted))
+    weights = [0.7 * (0.75 * own + 0.25 * said) + 0.1 for own, said in zip((0, 0, 1), (0.2, 0.7, 0.1), strict=True)]
+    expected = sum(weight * cross_entropy(scores[0].tolist(), k) for k, weight in enumerate(weights))
     assert float(goal(scores, target)) == pytest.approx(expected, abs=1e-6)
 
 
@@ -207,20 +207,20 @@ def test_labels_that_mix_two_classes_take_the_place_of_the_target() -> None:
     scores = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     target, other = torch.tensor([0, 1, 2, 3]), torch.tensor([4, 3, 1, 0])
     labels = 0.7 * torch.eye(5)[target] + 0.3 * torch.eye(5)[other]
-    found = losses.CrossEntropy(soft_labels=labels)(scores, target)
-    torch.testing.assert_close(found, 0.7 * losses.HARD(scores, target) + 0.3 * losses.HARD(scores, other))
+    loss = losses.CrossEntropy(soft_labels=labels)(scores, target)
+    torch.testing.assert_close(loss, 0.7 * losses.HARD(scores, target) + 0.3 * losses.HARD(scores, other))
 
 
 def test_means_of_confidences_are_compared_by_their_logarithm() -> None:
-    local_logits, target = drawn(10)
-    found = losses.combine({"plain": 1.0}, local_logits, target, losses.to_boxes(MASKS[0]), kind="confidence")
+    local_logits, target = random_evidence(10)
+    loss = losses.combine({"plain": 1.0}, local_logits, target, losses.to_boxes(MASKS[0]), kind="confidence")
     mean = local_logits.detach().softmax(1).mean((2, 3))
     expected = -mean[torch.arange(BATCH), target].log().mean()
-    torch.testing.assert_close(found.detach(), expected)
+    torch.testing.assert_close(loss.detach(), expected)
 
 
 def test_votes_count_whole_and_learn_through_confidences() -> None:
-    local_logits, _ = drawn(12)
+    local_logits, _ = random_evidence(12)
     votes = losses.soft_evidence(local_logits, "prediction", None)
     winners = local_logits.argmax(1)
     assert torch.equal(votes.detach().round(), torch.nn.functional.one_hot(winners, CLASSES).movedim(-1, 1).float())
@@ -234,11 +234,11 @@ def test_votes_count_whole_and_learn_through_confidences() -> None:
 
 def test_a_confidence_of_0_costs_what_the_least_confidence_does_and_teaches_nothing() -> None:
     means = torch.tensor([[0.0, 0.25, 0.75]], requires_grad=True)
-    found = losses.CrossEntropy(probabilities=True)(means, torch.tensor([0]))
-    assert float(found.detach()) == pytest.approx(
+    loss = losses.CrossEntropy(probabilities=True)(means, torch.tensor([0]))
+    assert float(loss.detach()) == pytest.approx(
         math.log((1 + losses.LEAST_CONFIDENCE) / losses.LEAST_CONFIDENCE), abs=1e-5
     )
-    found.backward()
+    loss.backward()
     assert means.grad[0, 0] == 0
     assert torch.isfinite(means.grad).all()
     above = torch.tensor([[2 * losses.LEAST_CONFIDENCE, 0.25, 0.75]], requires_grad=True)

@@ -38,7 +38,7 @@ def options(out: Path, **changes: object) -> run.Options:
 
 
 @pytest.mark.parametrize(("epochs", "planned"), [(None, 2), (7, 7), ("7", 7), ("auto", None)])
-def test_epochs_are_the_recipes_unless_told(tmp_path: Path, epochs: int | str | None, planned: int | None) -> None:
+def test_epochs_are_the_recipes_unless_given(tmp_path: Path, epochs: int | str | None, planned: int | None) -> None:
     assert options(tmp_path, epochs=epochs).read_epochs() == planned
 
 
@@ -86,8 +86,8 @@ def small_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_cifar10_is_limited_to_its_first_images_before_some_are_held_out(small_cifar10: Path) -> None:
     whole = load_splits("cifar10", small_cifar10)
-    wanted = options(small_cifar10, recipe=striped_recipe(held_out=5), limit=30, test=True)
-    train_set, held_out, test = run.load_data(wanted, CPU)
+    run_options = options(small_cifar10, recipe=striped_recipe(held_out=5), limit=30, test=True)
+    train_set, held_out, test = run.load_data(run_options, CPU)
     assert (len(train_set), len(held_out), len(test)) == (25, 5, 10)
     expected = hold_out(whole.train.subset(slice(0, 30)), 5)
     assert torch.equal(train_set.images, expected[0].images)
@@ -98,17 +98,17 @@ def test_cifar10_is_limited_to_its_first_images_before_some_are_held_out(small_c
 
 
 def test_photos_are_the_same_in_memory_and_streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = options(
+    run_options = options(
         write_stripes(tmp_path, train=40, test=10),
         recipe=striped_recipe(dataset="folder", image_size=16, held_out=0.25),
         limit=20,
         test=True,
     )
-    train_set, held_out, test = run.load_data(wanted, CPU)
+    train_set, held_out, test = run.load_data(run_options, CPU)
     assert (len(train_set), len(held_out), len(test)) == (15, 5, 10)
     assert set(train_set.targets.tolist()) == {0, 1, 2}
     monkeypatch.setattr(loaders, "MEMORY_FRACTION", 0.0)
-    streamed, apart, again = run.load_data(wanted, CPU)
+    streamed, apart, again = run.load_data(run_options, CPU)
     assert list(streamed.targets) == train_set.targets.tolist()
     assert torch.equal(streamed.read(3), train_set.images[3])
     assert torch.equal(apart.images, held_out.images)
@@ -126,14 +126,16 @@ def striped(monkeypatch: pytest.MonkeyPatch) -> Splits:
     return splits
 
 
-def test_a_run_stops_goes_on_and_measures_the_file_that_it_wrote(striped: Splits, tmp_path: Path) -> None:
-    wanted = options(tmp_path, test=True, checkpoint_seconds=0.0)
-    told: list[int] = []
+def test_a_run_stops_resumes_and_measures_the_file_that_it_wrote(striped: Splits, tmp_path: Path) -> None:
+    run_options = options(tmp_path, test=True, checkpoint_seconds=0.0)
+    epochs: list[int] = []
     progress: list[float] = []
-    assert run.train(wanted, should_stop=lambda: True, on_epoch=lambda record: told.append(record["epoch"])) is None
+    assert (
+        run.train(run_options, should_stop=lambda: True, on_epoch=lambda record: epochs.append(record["epoch"])) is None
+    )
     assert not (tmp_path / "summary.json").exists()
-    summary = run.train(wanted, on_epoch=lambda record: told.append(record["epoch"]), on_step=progress.append)
-    assert told == [1, 2]
+    summary = run.train(run_options, on_epoch=records.append, on_step=progress.append)
+    assert [record["epoch"] for record in records] == [1, 2]
     assert progress[-1] == pytest.approx(1.0)
     assert summary == json.loads((tmp_path / "summary.json").read_text())
     assert (summary["train_images"], summary["processes"], summary["device"]) == (64, 1, "cpu")
@@ -149,8 +151,8 @@ def test_a_run_stops_goes_on_and_measures_the_file_that_it_wrote(striped: Splits
 
 
 def test_the_file_and_the_summary_say_how_many_epochs_there_were(striped: Splits, tmp_path: Path) -> None:
-    wanted = options(tmp_path, recipe=striped_recipe(epochs=9, other_patches=[], held_out=0), epochs=1)
-    summary = run.train(wanted)
+    run_options = options(tmp_path, recipe=striped_recipe(epochs=9, other_patches=[], held_out=0), epochs=1)
+    summary = run.train(run_options)
     assert summary["recipe"]["schedule"]["epochs"] == 1
     assert zoo.inspect(tmp_path / summary["file"])["recipe"]["schedule"]["epochs"] == 1
     assert summary["weights"] == "averaged"  # nothing is held out to choose by

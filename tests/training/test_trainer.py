@@ -182,9 +182,7 @@ def test_a_bagnet_sees_quarters_at_first_and_whole_images_later() -> None:
         ("srf", {"regions": 1}, "`loss.regions` must be 0 for srf: it is not an ablation"),
     ],
 )
-def test_networks_are_only_told_to_leave_out_what_they_can(
-    model: str, settings: dict[str, object], message: str
-) -> None:
+def test_networks_leave_out_only_what_they_can(model: str, settings: dict[str, object], message: str) -> None:
     recipe = striped_recipe(warmup_fraction=0.2, **{"model.name": model}, **settings)
     network = build(model, classes=3, **({} if model == "srf" else {"width": 0.05}))
     with pytest.raises(InputError, match=message):

@@ -169,9 +169,9 @@ def load_data(options: Options, device: torch.device) -> tuple[Dataset | Source,
         whole = load_images(source, size=size)[0]
         return *hold_out(whole, recipe.count_held_out(len(whole))), test
     logger.info("%s images do not fit into memory and are decoded anew in every epoch", f"{len(source):,}")
-    kept, apart = hold_out_indices(len(source), recipe.count_held_out(len(source)))
+    remaining, apart = hold_out_indices(len(source), recipe.count_held_out(len(source)))
     held_out = load_images(source.subset(apart.tolist()), size=size)[0]
-    return source.subset(kept.tolist()), held_out, test
+    return source.subset(remaining.tolist()), held_out, test
 
 
 def save_and_measure(

@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-slow test-all coverage check mutants bench docs format clean
+.PHONY: demo test test-slow test-all coverage check mutants bench docs site format clean
 
 # The embedded model on the embedded 500 images: a table here, and runs/cifar10-sample/report.html.
 demo: .venv/package
@@ -53,6 +53,16 @@ bench: .venv/installed
 docs: .venv/installed
 	$(BIN)/python docs/make_cli.py
 	$(BIN)/python docs/make_reproduction.py
+	$(BIN)/python docs/make_concept.py
+
+# The documentation site, build/site/index.html: it needs no network to be read. Warnings stop the build.
+site: .venv/site
+	$(BIN)/python docs/make_site.py
+	$(BIN)/zensical build --strict --clean
+
+.venv/site: .venv/package
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
 
 format: .venv/installed
 	$(BIN)/ruff format .

@@ -2,9 +2,9 @@
 
     python benchmarks/tables.py --root DIR [--data imagenette] [--limit 500] [--cache DIR] [--out FILE.json]
 
-Logits that are not in `--cache` are computed first, which is not timed. Then every experiment on them runs,
-one after the other, as in `patchguard reproduce all`: what an earlier table counted is not counted again. The target is
-120 seconds for all tables of one dataset with all its test images (10,000 of CIFAR-10) on two CPU cores.
+Logits that are not in `--cache` are computed first, which is not timed. Then every experiment that needs only logits
+runs, one after the other, as in `patchguard reproduce all`: what an earlier table counted is not counted again. The
+target is 120 seconds for all tables of one dataset with all its test images (10,000 of CIFAR-10) on two CPU cores.
 """
 
 import argparse

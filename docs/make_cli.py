@@ -42,12 +42,13 @@ def section(name: str, function: Callable[..., Any], example: str) -> str:
 
 
 def options(function: Callable[..., Any]) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield name, kind, description and default of every parameter."""
+    """Yield name, kind, description and default of every parameter that the help shows."""
     hints = get_type_hints(function, include_extras=True)
     for name, parameter in inspect.signature(function).parameters.items():
         assert get_origin(hints[name]) is Annotated, f"{name} of {function.__name__} is not described"
         kind, described = get_args(hints[name])[:2]
-        yield name, kind, described, parameter.default
+        if not described.hidden:
+            yield name, kind, described, parameter.default
 
 
 def row(name: str, kind: Any, described: Any, default: Any) -> str:

@@ -115,7 +115,8 @@ def differences(table: dict[str, Any], row: dict[str, Any]) -> list[float]:
     """Return ours minus the paper's in percentage points, where there are both."""
     if table["unit"] != "%":
         return []
-    numbers = [(to_percent(ours), theirs) for ours, theirs in zip(row["ours"], row["published"] or [], strict=False)]
+    values = Row.from_json(row)
+    numbers = [(to_percent(ours), theirs) for ours, theirs in zip(values.ours, values.published, strict=False)]
     return [ours - theirs for ours, theirs in numbers if ours is not None and theirs is not None]
 
 

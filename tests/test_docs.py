@@ -6,24 +6,53 @@ import importlib
 import importlib.util
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+import typer
 
 import patchguard
+from patchguard import Evidence, Windows
+from patchguard.cli import app
+from patchguard.defenses import ClippedSum
+from patchguard.runs.summary import update
 from patchguard.storage import zoo
 from patchguard.storage.published_models import CHECKPOINTS, CLONE, PUBLISHED
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("results/*.md")])
+FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
+
+
+def load_script(name: str) -> ModuleType:
+    """Import a script of docs/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_the_page_of_commands_is_what_the_commands_say() -> None:
-    spec = importlib.util.spec_from_file_location("make_cli", ROOT / "docs" / "make_cli.py")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    assert made.PAGE.read_text() == made.page(), "run `make docs`"
+    script = load_script("make_cli")
+    assert script.PAGE.read_text() == script.page(), "run `make docs`"
+
+
+def test_the_figure_of_the_readme_is_what_its_script_draws() -> None:
+    script = load_script("make_concept")
+    assert script.FIGURE.read_text() == script.figure(), "run `make docs`"
+
+
+def test_the_figure_of_the_readme_shows_the_margin_of_clipped_sums() -> None:
+    script = load_script("make_concept")
+    cells = [[[float(value) for value in line] for line in evidence] for evidence in (script.CAT, script.DOG)]
+    windows = Windows.sliding(grid=(7, 7), size=(3, 3))
+    settings = Evidence(kind="logits", low=0.0, high=float(script.HIGH))
+    certificate = ClippedSum().certify(settings(torch.tensor([cells])), windows)
+    assert f"smallest margin {certificate.margin.item():.0f}<" in script.figure()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -31,6 +60,116 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not link.startswith("http"):
             assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+# -- names on pages ----------------------------------------------------------------------------------------------------
+
+# The changelog names what was, and docs/reproduction.md what recorded runs were called with.
+CURRENT = [page for page in PAGES if page.name not in ("CHANGELOG.md", "NOTES.md", "reproduction.md")]
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    files = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("[a-z]*/**/*.py")}
+    for name in re.findall(r"(?<![\w/.-])[\w/]+\.py\b", page.read_text()):
+        assert any(f"/{file}".endswith(f"/{name}") for file in files), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_names_that_a_page_names_can_be_imported(page: Path) -> None:
+    for name in re.findall(r"(?<![\w./])patchguard(?:\.[a-zA-Z_]\w*)+", page.read_text()):
+        assert can_import(name), f"{page.name} names {name}"
+
+
+def can_import(name: str) -> bool:
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            value: object = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        return all((value := getattr(value, part, None)) is not None for part in parts[cut:])
+    return False
+
+
+def command_options() -> dict[str, set[str]]:
+    """Return the options of every command."""
+
+    def walk(command: Any, name: str) -> Iterator[tuple[str, set[str]]]:
+        yield name, {option for parameter in command.params for option in parameter.opts}
+        for below in getattr(command, "commands", {}).values():
+            yield from walk(below, f"{name} {below.name}")
+
+    return dict(walk(typer.main.get_command(app), "patchguard"))
+
+
+def written_commands(text: str) -> list[str]:
+    """Return the calls of patchguard in fenced blocks and code spans, without comments."""
+    folded = re.sub(r"\\\n *", "", text)
+    spans = re.findall(r"(?<!`)`([^`]+)`(?!`)", folded, re.DOTALL)
+    shells = [code for _, language, code in FENCE.findall(folded) if language == "sh"]
+    lines = [line.split("  #")[0] for code in shells for line in code.splitlines()]
+    calls = [re.search(r"patchguard [a-z].*", " ".join(text.split())) for text in [*lines, *spans]]
+    return [call[0] for call in calls if call]
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_that_a_page_shows_have_these_options(page: Path) -> None:
+    options = command_options()
+    for call in written_commands(page.read_text()):
+        words = call.split()
+        command = next(name for size in (3, 2, 1) if (name := " ".join(words[:size])) in options)
+        assert command != "patchguard" or len(words) == 1, f"{page.name}: there is no command `{call}`"
+        for option in OPTION.findall(call):
+            assert option in options[command], f"{page.name}: `{command}` has no {option}"
+
+
+OTHER_OPTIONS = {"--json", "--stride-on"}  # of verify.py alone and of python -m patchguard.training.pretrained
+
+
+@pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
+def test_single_options_that_a_page_names_belong_to_some_command(page: Path) -> None:
+    known = set().union(*command_options().values()) | OTHER_OPTIONS
+    for span in re.findall(r"`(--[^`]+)`", page.read_text()):
+        for option in OPTION.findall(span):
+            assert option in known, f"{page.name}: no command has {option}"
+
+
+# -- numbers of the README ---------------------------------------------------------------------------------------------
+
+
+def test_every_row_of_the_readme_has_the_numbers_of_a_card_or_of_a_run() -> None:
+    number = r"(?:\*\*)?([\d.]+|none)(?:\*\*)?"
+    row = rf"^[|](.*)[|] ([\dx]+|-) [|] (?:own|refitted|none) [|] {number} [|] {number} [|] `(.*)` [|]$"
+    rows = re.findall(row, (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 15
+    run = update(json.loads((ROOT / "results" / "certify-cpu.json").read_text()))
+    own_masks = run["curve"]["kept"]["2"]
+    card = ""
+    for about, patch, clean, certified, options in rows:
+        linked = re.search(r"docs/models/(\w+)\.md", about)
+        card = (ROOT / "docs" / "models" / f"{linked[1]}.md").read_text() if linked else card
+        if patch == "2x2" and options == "--patch 2":  # measured in the run against 5x5, with the same masks
+            numbers = (run["patches"]["5x5"]["clean"], own_masks)
+            assert (clean, certified) == tuple(f"{100 * each['fraction']:.1f}" for each in numbers)
+        else:
+            assert re.search(rf"[|] {re.escape(clean)} [|] (\*\*)?{re.escape(certified)}(\*\*)? [|]", card), about
+        assert f"--patch {patch.split('x')[0]}" in options or patch == "-"
+
+
+# -- the documentation site --------------------------------------------------------------------------------------------
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    listed = re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/**/*.md")]
+    outside = ["index.md", "CHANGELOG.md", *(f"results/{page.name}" for page in ROOT.glob("results/*.md"))]
+    assert sorted(listed) == sorted(pages + [page.replace("README", "index") for page in outside])
+
+
+# -- model cards -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -67,7 +206,6 @@ def test_the_embedded_model_is_small_and_the_others_fit_their_folder() -> None:
 
 # -- examples on pages -------------------------------------------------------------------------------------------------
 
-FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 NOT_RUN = "# Not run: "  # the first line of a block that cannot run here, with the reason
 NOT_RUN_BLOCKS = 0
 SLOW_PAGES = ("attacks.md", "check_a_certificate.md")

@@ -19,7 +19,7 @@ import patchguard as pg
 from patchguard import verify
 from patchguard.cli import app
 from patchguard.data import sample
-from patchguard.data.loading import resized
+from patchguard.data.loading import resize_image
 from patchguard.storage import certificate_file, zoo
 from patchguard.storage.published_models import PUBLISHED
 
@@ -43,7 +43,7 @@ def load(name: str):
 def images_for(name: str, count: int) -> torch.Tensor:
     """8-bit source images: those of the sample, enlarged for the model of large photos."""
     images = sample.load().images[:count]
-    return torch.stack([resized(image, (224, 224)) for image in images]) if name == "imagenette_bn17" else images
+    return torch.stack([resize_image(image, (224, 224)) for image in images]) if name == "imagenette_bn17" else images
 
 
 def patch_for(name: str) -> pg.Patch:

@@ -72,3 +72,16 @@ def test_a_device_that_is_not_here_is_refused():
 def test_devices_that_nothing_here_was_tried_on_are_refused(name):
     with pytest.raises(InputError, match="auto, cpu, cuda"):
         runtime.resolve_device(name)
+
+
+def test_parameters_stay_frozen_until_the_last_one_leaves():
+    layer = torch.nn.Linear(2, 2)
+    layer.bias.requires_grad_(False)
+    first, second = runtime.frozen_parameters(layer), runtime.frozen_parameters(layer)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)  # another thread is still inside
+    assert not layer.weight.requires_grad
+    second.__exit__(None, None, None)
+    assert layer.weight.requires_grad
+    assert not layer.bias.requires_grad

@@ -541,6 +541,7 @@ def test_the_archive_is_an_ordinary_zip_of_ordinary_files(file, tmp_path):
     with zipfile.ZipFile(io.BytesIO(file)) as opened:
         assert opened.testzip() is None
         assert tuple(opened.namelist()) == verify.MEMBERS
+        assert {member.date_time for member in opened.infolist()} == {(1980, 1, 1, 0, 0, 0)}
         loaded = np.load(io.BytesIO(opened.read("evidence.npy")), allow_pickle=False)
         assert json.loads(opened.read("certificate.json"))["shape"] == list(loaded.shape)
     np.testing.assert_array_equal(loaded, read(file)[1])
@@ -757,3 +758,26 @@ def test_a_name_cannot_read_like_a_verdict() -> None:
     assert reason.startswith(f"label {claim['label']} is ")
     assert reason.index(", class '") > reason.index("margin") > reason.index(verify.CONDITION)
     assert len(reason) < 140 + len(verify.CONDITION)
+
+
+def test_the_bytes_of_an_archive_are_pinned():
+    small = verify.archive(b"{}", verify.array_header([1, 2, 3]))
+    assert len(small) == 360
+    digest = "268e2997ca785a79cca0e310c0a8b59911756275e967a0dee5087b26b15bf26a"
+    assert hashlib.sha256(small).hexdigest() == digest
+
+
+@pytest.mark.parametrize(
+    ("stated", "expected"),
+    [
+        ({"kind": "logits", "low": 0.0, "high": None, "drift": 0.0, "bits": 16}, (2**16, 0, 2**28, 0, False)),
+        ({"kind": "logits", "low": None, "high": 1.5, "drift": 0.25, "bits": 2}, (4, -(2**14), 6, 2, False)),
+        ({"kind": "logits", "low": -1.0, "high": 1.0, "drift": 9.0, "bits": 0}, (1, -1, 1, 2, True)),
+        ({"kind": "tanh", "low": 0.0, "high": None, "drift": 1e-3, "bits": 8}, (256, -256, 256, 1, True)),
+        ({"kind": "confidence", "low": 0.0, "high": None, "drift": 2.0**-8, "bits": 8}, (256, 0, 256, 2, True)),
+        ({"kind": "vote", "low": 0.0, "high": None, "drift": 0.1, "bits": 16}, (1, 0, 1, None, True)),
+    ],
+)
+def test_settings_of_evidence_mean_these_units(stated, expected):
+    names = ("scale", "low", "high", "drift", "bounded")
+    assert verify.units_of(stated) == dict(zip(names, expected, strict=True))

@@ -394,6 +394,9 @@ class Guard(ABC):
         """
         return None
 
+    def validate_claims(self) -> None:  # noqa: B027
+        """Raise where no certificate file can be written about this guard."""
+
     def compare_claim(self, claim: dict[str, Any], array: Any, pixels: UInt8[Tensor, "3 height width"]) -> str | None:
         """Return the first way in which a claim of this kind is not about this guard and image, or None."""
         return f"{type(self).__name__} makes no claims of this kind"
@@ -406,7 +409,8 @@ class Guard(ABC):
 
     def settings(self) -> dict[str, Any]:
         """Return the rule in JSON values, for run.json and reports."""
-        return {"guard": self.kind or type(self).__name__, "defense": type(self).__name__, "detects": self.detects}
+        name = type(self).__name__
+        return {"guard": self.kind or name, "defense": name, "detects": self.detects, "defends": True}
 
     def override(
         self, *, defense: str = "", evidence: str = "", threshold: str = "", tau: float | None = None
@@ -425,6 +429,14 @@ class Guard(ABC):
 
     def to(self, device: torch.device | str) -> "Guard":
         """Move the network to a device; answers come back on the device of the images."""
+        return self
+
+    def to_network_pixels(self, images: Images) -> Images:
+        """Return source images as the network reads them: resized and cropped."""
+        return images
+
+    def without_preprocess(self) -> "Guard":
+        """Return the guard for images that are already preprocessed: patches then live in network pixels."""
         return self
 
 

@@ -144,15 +144,28 @@ def eval_mode(module: object) -> Iterator[None]:
 
 @contextmanager
 def frozen_parameters(module: nn.Module) -> Iterator[None]:
-    """Turn off gradients to the parameters of a module."""
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    """Let no gradient flow to the parameters of what is computed inside; several threads may enter at once."""
+    with _freezing:
+        depth, learning = _frozen.get(id(module), (0, ()))
+        if depth == 0:
+            learning = tuple(parameter for parameter in module.parameters() if parameter.requires_grad)
+            for parameter in learning:
+                parameter.requires_grad_(False)
+        _frozen[id(module)] = depth + 1, learning
     try:
-        for parameter in trainable:
-            parameter.requires_grad_(False)
         yield
     finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)
+        with _freezing:
+            depth, learning = _frozen.pop(id(module))
+            if depth > 1:
+                _frozen[id(module)] = depth - 1, learning
+            else:
+                for parameter in learning:
+                    parameter.requires_grad_(True)
+
+
+_freezing = threading.Lock()
+_frozen: dict[int, tuple[int, tuple[nn.Parameter, ...]]] = {}  # by module: how often entered, what to restore
 
 
 @contextmanager

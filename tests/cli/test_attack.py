@@ -66,10 +66,10 @@ def test_a_sound_guard_is_never_refuted_and_everything_is_recorded(run, photos, 
     shown = run("--patch", "2", *GRADIENTS, "--out", tmp_path)
     assert shown.exit_code == 0, shown.output
     for words in (
-        "right without an attack",
-        "right under the attack",
-        "right, and proved to stay",
-        "proved, but broken",
+        "correct without an attack",
+        "correct under the attack",
+        "correct and certified",
+        "certified, but broken",
     ):
         assert words in shown.stdout
     found = records(tmp_path)
@@ -123,7 +123,7 @@ def test_a_saved_universal_patch_is_used(run, tmp_path):
 
 
 def test_a_targeted_attack_counts_its_aim_and_leaves_its_class_alone(run, tmp_path):
-    words = ("--attack", "colours", "--defense", "Undefended", "--aim", "bright", "--out", tmp_path, "--json")
+    words = ("--attack", "colors", "--defense", "Undefended", "--aim", "bright", "--out", tmp_path, "--json")
     summary = json.loads(run(*words).stdout)
     assert summary["settings"]["aim"] == 0
     assert summary["aimed"]["total"] == 4
@@ -135,7 +135,7 @@ def test_a_targeted_attack_counts_its_aim_and_leaves_its_class_alone(run, tmp_pa
 
 def test_images_without_classes_must_keep_their_labels(run, photos, tmp_path):
     pattern = f"{photos}/*/0*.png"
-    shown = run("--data", pattern, "--attack", "colours", "--defense", "Undefended", "--out", tmp_path, "--json")
+    shown = run("--data", pattern, "--attack", "colors", "--defense", "Undefended", "--out", tmp_path, "--json")
     summary = json.loads(shown.stdout)
     assert (summary["labeled"], summary["attacked"]["total"]) == (False, 8)
     assert summary["attacked"]["correct"] < 8
@@ -176,9 +176,9 @@ def test_a_certificate_whose_windows_are_one_cell_too_small_is_refuted(run, unso
     assert (changed >= (top, left)).all()
     assert (changed < (top + tall, left + wide)).all()
     with np.load(out / "refuted" / f"{name}-evidence.npz", allow_pickle=False) as arrays:
-        moved = np.argwhere((arrays["before"] != arrays["after"]).any(0))
-        assert arrays["before"].sum((1, 2)).argmax() == record["label"]
-        assert arrays["after"].sum((1, 2)).argmax() == record["attacked"]
+        moved = np.argwhere((arrays["before_evidence"] != arrays["after_evidence"]).any(0))
+        assert arrays["before_evidence"].sum((1, 2)).argmax() == record["label"]
+        assert arrays["after_evidence"].sum((1, 2)).argmax() == record["attacked"]
     assert np.ptp(moved[:, 0]) == 3  # four rows of cells; the planted windows have three
     assert kept["labels_alone"] == [record["label"], record["attacked"]]
     assert kept["settings"]["seed"] == record["seed"] == 5
@@ -287,7 +287,7 @@ def test_other_settings_and_runs_of_another_kind_are_refused(run, photos, tmp_pa
     words = ("--attack", "noise", "--out", tmp_path / "run")
     first = run(*words)
     assert first.exit_code == 0, first.output
-    assert "was finished before" in run(*words).stdout
+    assert "already complete" in run(*words).stdout
     assert "other settings: seed 0, not 1" in run(*words, "--seed", "1").stderr
     certified = run("--data", photos, "--out", tmp_path / "run", command="certify")
     assert "holds a run of another kind: attack, not certify" in certified.stderr

@@ -22,7 +22,6 @@ from patchguard.defenses import DoubleMasking
 from patchguard.geometry.preprocess import Preprocess, Resize
 from patchguard.guards.local import LocalGuard
 from patchguard.patch import Patch
-from patchguard.runs.job import swapped
 from patchguard.runs.records import Folder
 from patchguard.storage import zoo
 
@@ -163,7 +162,7 @@ def test_a_finished_run_is_shown_again_and_other_settings_are_refused(run, label
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.json*")}
     second = run("certify", *words)
     assert second.exit_code == 0
-    assert "was finished before" in second.stdout
+    assert "already complete" in second.stdout
     assert first.stdout.splitlines()[1:3] == second.stdout.splitlines()[1:3]
     assert before == {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.json*")}
     other = run("certify", *words, "--patch", "3")
@@ -205,12 +204,12 @@ def test_certificate_files_are_written_and_valid(run, labelled, tmp_path, tau):
 def test_tau_stays_with_the_evidence_whose_units_it_counts() -> None:
     guard = srf_guard()
     guard = replace(guard, defense=DoubleMasking(masks=guard.defense.masks, tau=3.0))
-    assert swapped(guard, "", "", "", None) is guard
-    assert swapped(guard, "", "logits", "", None).defense.tau == 3
-    assert swapped(guard, "", "confidence", "", None).defense.tau == 0
-    assert swapped(guard, "", "confidence", "", 0.5).defense.tau == 0.5
-    assert swapped(guard, "DoubleMasking", "", "", None).defense.tau == 0
-    assert swapped(guard, "", "", "", 0.0).defense.tau == 0
+    assert guard.override() is guard
+    assert guard.override(evidence="logits").defense.tau == 3
+    assert guard.override(evidence="confidence").defense.tau == 0
+    assert guard.override(evidence="confidence", tau=0.5).defense.tau == 0.5
+    assert guard.override(defense="DoubleMasking").defense.tau == 0
+    assert guard.override(tau=0.0).defense.tau == 0
 
 
 MISTAKES = {
@@ -222,10 +221,10 @@ MISTAKES = {
     "patch of 101 %": (("--patch", "101%"), "`--patch` must be pixels"),
     "patch larger than the image": (("--patch", "17"), "`patch` must fit the image; got 17 x 17"),
     "an unknown defense": (("--defense", "RobustMaskng"), "Did you mean 'RobustMasking'?"),
-    "a defense that detects": (("--defense", "MaskedAgreement"), "MaskedAgreement detects attacks"),
+    "a defense that detects": (("--defense", "MaskedAgreement"), "MaskedAgreement only detects attacks"),
     "evidence of no kind": (("--evidence", "feelings"), "`--evidence` must be one of"),
     "evidence that does not fit": (("--defense", "MajorityVote", "--evidence", "tanh"), "needs votes"),
-    "a threshold in words": (("--defense", "RobustMasking", "--threshold", "low"), "`--threshold` must be a share"),
+    "a threshold in words": (("--defense", "RobustMasking", "--threshold", "low"), "`--threshold` must be a fraction"),
     "a threshold without use": (("--threshold", "0.2"), "belongs to RobustMasking"),
     "a tau without use": (("--defense", "RobustMasking", "--tau", "2"), "`--tau` belongs to DoubleMasking and"),
     "a tau below 0": (("--tau", "-1"), "`tau` must lie between 0 and"),
@@ -234,7 +233,10 @@ MISTAKES = {
     "no images": (("--limit", "0"), "`limit` must be a whole number, 1 or more"),
     "no batch": (("--batch-size", "0"), "`--batch-size` must be a whole number"),
     "no such device": (("--device", "abacus"), "`device` must be auto"),
-    "certificates of a median": (("--defense", "Median", "--certificates", "{empty}"), "`--certificates` needs one of"),
+    "certificates of a median": (
+        ("--defense", "Median", "--certificates", "{empty}"),
+        "certificate files must be about one of RobustMasking",
+    ),
     "a space of no kind": (("--patch-space", "pixels"), "`--patch-space` must be source or input; got 'pixels'"),
     "network pixels, no patch": (("--patch-space", "input"), "`--patch-space input` needs --patch"),
     "certificates of network pixels": (
@@ -264,7 +266,7 @@ def test_a_mistake_is_one_clear_line_and_nothing_is_written(model, labelled, tmp
 
 
 def test_in_network_pixels_the_patch_lies_on_the_resized_image(model, tmp_path):
-    plain = zoo.load_guard(model)
+    plain = zoo.load(model)
     resize = Preprocess((Resize(height=16, width=16),))
     zoo.save(replace(plain, preprocess=resize), tmp_path / "resized.safetensors")
     draw(tmp_path / "photos", 3, side=40)
@@ -409,7 +411,7 @@ def test_two_processes_of_torchrun_give_the_records_of_one(uninterrupted, tmp_pa
     assert lines(out) == expected
     assert json.loads((out / "summary.json").read_text())["images"] == len(expected)
     again = CliRunner().invoke(app, [*words, str(out)])
-    assert "was finished before" in again.stdout
+    assert "already complete" in again.stdout
 
 
 def test_records_of_other_images_are_never_taken_for_these(run, labelled, tmp_path):
@@ -420,7 +422,7 @@ def test_records_of_other_images_are_never_taken_for_these(run, labelled, tmp_pa
         (photos / f"{place}.png").write_bytes(path.read_bytes())
     words = ("--data", photos, "--out", out)
     assert run("certify", *words).exit_code == 0
-    assert "was finished before" in run("certify", *words).stdout
+    assert "already complete" in run("certify", *words).stdout
     Image.new("RGB", (16, 16), "red").save(photos / "1.png")
     for _ in range(2):
         shown = run("certify", *words)

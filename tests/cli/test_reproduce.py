@@ -99,8 +99,8 @@ def test_json_holds_counts_with_intervals(run, context):
     assert shown.exit_code == 0, shown.stderr
     (found,) = json.loads(shown.stdout)
     first = found["tables"][1]["rows"][0]["ours"][0]
-    assert first["of"] == IMAGES
-    assert first["low"] < first["share"] < first["high"]
+    assert first["total"] == IMAGES
+    assert first["low"] < first["fraction"] < first["high"]
     assert found["figures"] == ["large_patches-mask-srf-7"]
 
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from patchguard.cli import app
-from patchguard.data import datasets
+from patchguard.data.dataset import hold_out
+from patchguard.data.loading import load_splits
 from patchguard.errors import InputError
 from patchguard.patch import Patch
 from patchguard.storage import zoo
@@ -65,8 +66,8 @@ def test_the_command_trains_saves_and_measures_the_saved_file(data: Path, tmp_pa
     assert summary["test"][0]["clean"] > 0.7
     guard = zoo.load(tmp_path / "tiny.safetensors")
     assert guard.class_names == ("lying", "none", "standing")
-    splits = datasets.load("folder", data, size=(16, 16))
-    held_out = datasets.hold_out(splits.train, 60)[1]
+    splits = load_splits("folder", data, size=(16, 16))
+    held_out = hold_out(splits.train, 60)[1]
     assert evaluate(guard, held_out, Patch(2)).to_json() == summary["held_out"][0]
     recipe = zoo.inspect(tmp_path / "tiny.safetensors")["recipe"]
     assert (recipe["optimizer"]["batch_size"], recipe["schedule"]["epochs"]) == (32, 4)

@@ -80,10 +80,10 @@ def test_a_damaged_orientation_counts_as_none() -> None:
     assert seen(content).shape == (16, 16, 3)
 
 
-def test_grey_and_black_and_white_fill_the_three_channels() -> None:
-    grey = picture()[..., 0]
-    assert np.array_equal(seen(packed(Image.fromarray(grey))), np.repeat(grey[..., None], 3, axis=2))
-    bits = grey > 127
+def test_gray_and_black_and_white_fill_the_three_channels() -> None:
+    gray = picture()[..., 0]
+    assert np.array_equal(seen(packed(Image.fromarray(gray))), np.repeat(gray[..., None], 3, axis=2))
+    bits = gray > 127
     assert np.array_equal(seen(packed(Image.fromarray(bits)))[..., 1], np.where(bits, 255, 0))
 
 
@@ -97,14 +97,14 @@ def test_cmyk_is_converted() -> None:
 
 def test_transparency_becomes_white() -> None:
     alpha = np.array([[0, 255, 51]], np.uint8)
-    colours = np.full((1, 3, 3), (100, 0, 200), np.uint8)
-    expected = np.round(255 + (colours - 255.0) * alpha[..., None] / 255)
-    found = seen(packed(Image.fromarray(np.dstack([colours, alpha]), "RGBA")))
+    colors = np.full((1, 3, 3), (100, 0, 200), np.uint8)
+    expected = np.round(255 + (colors - 255.0) * alpha[..., None] / 255)
+    found = seen(packed(Image.fromarray(np.dstack([colors, alpha]), "RGBA")))
     assert np.abs(found - expected).max() <= 1
     assert tuple(found[0, 0]) == (255, 255, 255)
     assert tuple(found[0, 1]) == (100, 0, 200)
-    grey = Image.fromarray(np.dstack([np.full((1, 3), 100, np.uint8), alpha]), "LA")
-    assert np.abs(seen(packed(grey))[..., 2] - np.round(255 - 155.0 * alpha / 255)).max() <= 1
+    gray = Image.fromarray(np.dstack([np.full((1, 3), 100, np.uint8), alpha]), "LA")
+    assert np.abs(seen(packed(gray))[..., 2] - np.round(255 - 155.0 * alpha / 255)).max() <= 1
 
 
 def test_a_palette_is_looked_up_with_and_without_transparency() -> None:
@@ -118,7 +118,7 @@ def test_a_palette_is_looked_up_with_and_without_transparency() -> None:
         assert [tuple(pixel) for pixel in found[0]] == [plain[0], (255, 255, 255), plain[2]]
 
 
-def test_a_transparent_colour_becomes_white_also_when_the_image_is_turned() -> None:
+def test_a_transparent_color_becomes_white_also_when_the_image_is_turned() -> None:
     exif = Image.Exif()
     exif[module.ORIENTATION] = 3
     image = Image.fromarray(np.array([[[9, 9, 9], [50, 60, 70]]], np.uint8))
@@ -166,7 +166,7 @@ def test_an_image_converted_in_tiles_is_the_image(monkeypatch: pytest.MonkeyPatc
         assert np.array_equal(seen(content), whole)
 
 
-def test_a_transparent_grey_of_16_bits_becomes_white() -> None:
+def test_a_transparent_gray_of_16_bits_becomes_white() -> None:
     assert seen(packed(Image.fromarray(np.array([[700, 701]], np.uint16)), transparency=700))[0, :, 0].tolist() == [
         255,
         3,
@@ -174,7 +174,7 @@ def test_a_transparent_grey_of_16_bits_becomes_white() -> None:
 
 
 def test_an_animation_gives_its_first_frame() -> None:
-    frames = [Image.new("RGB", (4, 4), colour) for colour in ((250, 0, 0), (0, 250, 0))]
+    frames = [Image.new("RGB", (4, 4), color) for color in ((250, 0, 0), (0, 250, 0))]
     for kind in ("GIF", "PNG", "WEBP"):
         content = packed(frames[0], kind, save_all=True, append_images=frames[1:])
         assert np.abs(seen(content).astype(int) - (250, 0, 0)).max() < 6
@@ -184,8 +184,8 @@ def chunk(kind: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
 
-def png_that_claims(width: int, height: int, colour: int = 0) -> bytes:
-    header = struct.pack(">IIBBBBB", width, height, 8, colour, 0, 0, 0)
+def png_that_claims(width: int, height: int, color: int = 0) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, 8, color, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0")) + chunk(b"IEND", b"")
 
 
@@ -196,11 +196,11 @@ def test_a_bomb_is_refused_by_its_header_without_a_warning(width: int, height: i
 
 
 def test_what_takes_too_much_memory_is_refused_by_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 1 << 29)
+    monkeypatch.setattr(module, "MAX_BYTES", 1 << 29)
     told = r"takes 0\.65 GiB to decode, more than the limit of 0\.50 GiB \(10000 x 10000 pixels of RGB, PNG\)"
     with pytest.raises(Unreadable, match=told):
-        decode_bytes(png_that_claims(10_000, 10_000, colour=2))
-    with pytest.raises(Unreadable, match="damaged or incomplete"):  # grey takes less
+        decode_bytes(png_that_claims(10_000, 10_000, color=2))
+    with pytest.raises(Unreadable, match="damaged or incomplete"):  # gray takes less
         decode_bytes(png_that_claims(10_000, 10_000))
 
 
@@ -208,7 +208,7 @@ def test_memory_for_turning_an_image_counts(monkeypatch: pytest.MonkeyPatch) -> 
     exif = Image.Exif()
     exif[module.ORIENTATION] = 3
     plain, turned = (packed(Image.new("RGB", (100, 100)), exif=each) for each in (Image.Exif(), exif))
-    monkeypatch.setattr(module, "MOST_BYTES", 100 * 100 * 10)
+    monkeypatch.setattr(module, "MAX_BYTES", 100 * 100 * 10)
     assert decode_bytes(plain).shape == (3, 100, 100)
     with pytest.raises(Unreadable, match="more than the limit"):
         decode_bytes(turned)
@@ -273,7 +273,7 @@ def test_memory_that_runs_out_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
     def full(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(module, "_colours", full)
+    monkeypatch.setattr(module, "_colors", full)
     with pytest.raises(Unreadable, match="MemoryError"):
         decode_bytes(packed(Image.fromarray(picture())))
 

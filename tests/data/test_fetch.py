@@ -13,8 +13,7 @@ import pytest
 from PIL import Image
 
 from patchguard.data import cifar10, download, fetch
-from patchguard.data.catalog import CATALOG
-from patchguard.data.classes import IMAGENETTE_BY_WORDNET
+from patchguard.data.catalog import CATALOG, IMAGENETTE_BY_WORDNET
 from patchguard.errors import InputError
 
 RECORDS = 7

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from patchguard.data import cifar10, sample
-from patchguard.data.catalog import data_root
-from patchguard.data.classes import CIFAR10
+from patchguard.data.catalog import CIFAR10_CLASSES, data_root
 from patchguard.data.sample import make
 from patchguard.data.source import open_source
 
@@ -20,8 +19,8 @@ def test_the_sample_has_50_images_of_each_class() -> None:
     assert data.images.shape == (500, 3, 32, 32)
     assert data.images.dtype == torch.uint8
     assert data.targets.bincount().tolist() == [50] * 10
-    assert data.class_names == CIFAR10
-    places = sample.positions()
+    assert data.class_names == CIFAR10_CLASSES
+    places = sample.test_indices()
     assert (places.diff() > 0).all()
     assert 0 <= int(places[0]) < int(places[-1]) < 10_000
 
@@ -33,10 +32,10 @@ def test_the_digest_in_the_readme_is_that_of_the_file() -> None:
 
 def test_the_source_names_images_by_their_place_in_the_official_test_set() -> None:
     source, data = open_source("sample"), sample.load()
-    assert source.names[7] == f"test/{int(sample.positions()[7]):05d}"
+    assert source.names[7] == f"test/{int(sample.test_indices()[7]):05d}"
     assert source.targets == tuple(data.targets.tolist())
     assert torch.equal(source.read(7), data.images[7])
-    assert source.limited(20).targets is not None
+    assert source.limit(20).targets is not None
 
 
 def test_writing_the_arrays_again_gives_the_same_bytes(tmp_path: Path) -> None:

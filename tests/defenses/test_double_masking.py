@@ -141,12 +141,13 @@ def test_a_third_class_close_behind_keeps_a_mask_from_overruling() -> None:
 
 
 @pytest.mark.parametrize("tau", [0.0, 4.0])
-def test_the_second_round_may_look_at_claims_in_parts(tau, monkeypatch) -> None:
-    maps = np.random.default_rng(6).integers(-3, 4, (600, 3, GRID.cells))
+@pytest.mark.parametrize(("images", "most"), [(600, 100), (60, 1)], ids=["parts", "one by one"])
+def test_the_second_round_may_look_at_claims_in_parts(tau, images, most, monkeypatch) -> None:
+    maps = np.random.default_rng(6).integers(-3, 4, (images, 3, GRID.cells))
     evidence = Evidence(low=None, bits=0)(as_tensor(list(maps), GRID))
     defense = DoubleMasking(masks=as_windows(GRID, (1, 2)), tau=tau)
     whole = defense.predict(evidence).label
-    monkeypatch.setattr(double_masking, "PAIRS", {"cpu": 100, "cuda": 100})
+    monkeypatch.setattr(double_masking, "PAIRS", {"cpu": most, "cuda": most})
     assert torch.equal(defense.predict(evidence).label, whole)
 
 
@@ -222,3 +223,24 @@ def test_a_tau_that_is_no_lead_is_refused(kind, tau, monkeypatch) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # only tests check types
     with pytest.raises(InputError, match="`tau` must lie between 0 and 16777216; got"):
         kind(masks=Windows.sliding(grid=(4, 4), size=(1, 1)), tau=tau)
+
+
+def test_no_lead_is_asked_for_unless_a_tau_is_given() -> None:
+    masks = as_windows(LINE, (1, 2))
+    assert DoubleMasking(masks=masks).tau == MaskedAgreement(masks=masks).tau == 0
+    assert DoubleMasking(masks=masks, tau=2.0).with_tau(None, new_units=True).tau == 0
+
+
+def test_the_rival_of_an_agreement_is_the_class_closest_behind_a_mask_that_attains_the_margin() -> None:
+    maps = np.random.default_rng(3).integers(-3, 4, (60, 5, LINE.cells))
+    maps[:, 2] += 2
+    masks = LINE.boxes((1, 2))
+    evidence = Evidence(low=None, bits=0)(as_tensor(list(maps), LINE))
+    certificate = MaskedAgreement(masks=as_windows(LINE, (1, 2))).certify(evidence, as_windows(LINE, (1, 2)))
+    for i, u in enumerate(maps):
+        label, margin = int(certificate.label[i]), int(certificate.margin[i])
+        leads = (u[label] - u) @ (1 - masks).T  # classes, masks
+        others = np.delete(leads, label, axis=0).min(0)
+        assert margin == others.min()
+        assert leads[int(certificate.rival[i]), int(certificate.weakest[i])] == margin
+        assert int(certificate.rival[i]) != label

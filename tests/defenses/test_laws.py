@@ -1,5 +1,6 @@
 """Laws that every defense obeys, and input that every defense refuses."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -213,3 +214,34 @@ def test_pruned_rivals_do_not_change_the_certificate() -> None:
                 assert float(found.margin[i]) <= worst  # the best mask may differ from rival to rival
             else:
                 assert float(found.margin[i]) == worst
+
+
+@EVERY
+def test_a_defense_accepts_just_the_windows_that_it_can_certify(name) -> None:
+    defense, evidence = DEFENSES[name]
+    maps = evidence(logits(1))
+    part, whole = (Windows.sliding(grid=GRID, size=size) for size in ((2, 2), GRID))
+    assert defense.accepts(maps, part)
+    if name in ("RobustMasking T", "ClippedSum", "MajorityVote", "Undefended"):  # bounded evidence, or no proof at all
+        assert defense.accepts(maps, whole)
+        assert not defense.certify(maps, whole).certified.any()
+    else:
+        assert not defense.accepts(maps, whole)
+        with pytest.raises(InputError, match="nothing can be certified"):
+            defense.certify(maps, whole)
+
+
+@EVERY
+def test_a_defense_says_whether_a_negative_margin_means_an_attack(name) -> None:
+    defense, evidence = DEFENSES[name]
+    sound_only = ("RobustMasking T", "DoubleMasking", "DoubleMasking tau", "MaskedAgreement", "Undefended")
+    windows = Windows.sliding(grid=GRID, size=(2, 2))
+    maps = evidence(logits(1))
+    assert defense.exact(maps, windows) == (name not in sound_only)
+    if hasattr(defense, "spatial"):
+        assert not replace(defense, spatial=False).exact(maps, windows)
+
+
+def test_the_standalone_checker_knows_four_defenses() -> None:
+    checkable = {type(defense).__name__ for defense, _ in DEFENSES.values() if defense.checkable}
+    assert checkable == {"RobustMasking", "DoubleMasking", "ClippedSum", "MajorityVote"}

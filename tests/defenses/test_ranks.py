@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from helpers import oracle
 from helpers.oracle import CIRCLE, GRID, LINE
 from helpers.oracle_grids import as_tensor, as_windows, assert_right
@@ -90,3 +91,16 @@ def test_an_attack_on_more_cells_than_are_set_aside_is_refused_for_unbounded_evi
         CellMasking(cells=-1)
     with pytest.raises(InputError, match="`trim` must be a whole number"):
         TrimmedMean(trim=-1)
+
+
+def test_nothing_set_aside_gives_the_plain_sum() -> None:
+    logits = torch.rand(20, 3, 3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = logits.sum((2, 3))
+    for defense in (CellMasking(cells=0), TrimmedMean(trim=0)):
+        assert torch.allclose(defense.predict(logits).scores, expected, atol=12 * 2**-16)
+
+
+def test_cell_masking_counts_logits_between_0_and_1_as_they_are_and_none_below_0() -> None:
+    logits = torch.full((1, 3, 2, 2), 0.25)
+    logits[:, 1], logits[:, 2] = 0.5, -9.0
+    assert CellMasking(cells=1).predict(logits).scores.tolist() == [[0.75, 1.5, 0.0]]

@@ -141,7 +141,7 @@ def test_robust_masking_without_detection_reduces_to_clipped_sum_and_majority_vo
 
 @pytest.mark.parametrize("mean", [False, True])
 def test_undefended_is_the_plain_network_and_certifies_nothing(mean) -> None:
-    logits = torch.randn(20, 5, 4, 4, dtype=torch.double)
+    logits = torch.randn(20, 5, 4, 3, dtype=torch.double)
     defense = Undefended(mean=mean)
     answer = defense.predict(logits)
     expected = logits.mean((2, 3)) if mean else logits.sum((2, 3))
@@ -160,3 +160,11 @@ def test_a_sum_of_unbounded_evidence_is_refused() -> None:
         ClippedSum().certify(Evidence(kind="logits")(torch.rand(1, 2, 2, 2)), windows)
     with pytest.raises(InputError, match="needs votes"):
         MajorityVote().certify(Evidence(kind="confidence")(torch.rand(1, 2, 2, 2)), windows)
+
+
+@pytest.mark.parametrize("defense", [ClippedSum(), MajorityVote()])
+def test_a_sum_is_exact_unless_unions_are_bounded_in_place_of_enumerated(defense) -> None:
+    evidence = defense.default_evidence(torch.rand(1, 2, 40, 40))
+    few, many = (Windows.sliding(grid=(40, 40), size=(2, 2), count=count) for count in (1, 3))
+    assert defense.exact(evidence, few)
+    assert not defense.exact(evidence, many)

@@ -1,11 +1,13 @@
 """Fast sums against sums written out cell by cell."""
 
+import numpy as np
 import pytest
 import torch
 from helpers.random_windows import some_windows
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from patchguard.defenses import window_products
 from patchguard.defenses import window_sums as overlap
 from patchguard.geometry.windows import Windows
 
@@ -25,6 +27,7 @@ def _paths(request, monkeypatch) -> None:
     """Small grids are written out cell by cell; the paths for large ones and for accelerators must give the same."""
     if request.param != "small":
         monkeypatch.setattr(overlap, "SMALL", 0)
+        monkeypatch.setattr(window_products, "SMALL", 0)
     if request.param == "accelerated":
         monkeypatch.setattr(overlap, "_is_accelerator", lambda device: True)
 
@@ -119,3 +122,12 @@ def test_the_heaviest_union_is_the_largest_of_all_sums(size) -> None:
     windows = Windows(grid=(1, 9), rows=((0, 1),), columns=tuple((i, i + 2) for i in range(8)), count=3)
     maps = size * torch.randint(-3, 9, (40, 1, 9), generator=torch.Generator().manual_seed(0))
     assert torch.equal(overlap.heaviest_union(maps, windows), overlap.sums(maps, windows).amax(1))
+
+
+@pytest.mark.parametrize("wrap", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+def test_an_integral_image_holds_the_sum_above_and_left_of_every_corner(wrap, monkeypatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *shape: self.new_full(shape, 7))  # never zero by chance
+    maps = torch.randint(-9, 10, (3, 4, 5), generator=torch.Generator().manual_seed(0))
+    tiled = np.tile(maps.numpy(), (1, *(3 if around else 1 for around in wrap)))
+    expected = np.pad(tiled.cumsum(1).cumsum(2), ((0, 0), (1, 0), (1, 0)))
+    assert (window_products.integral_image(maps, wrap, copies=3).numpy() == expected).all()

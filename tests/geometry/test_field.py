@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from patchguard.errors import InputError
-from patchguard.geometry.field import Axis, Field, compose
+from patchguard.geometry.field import Axis, Field, compose, middle_position
 from patchguard.geometry.program import trace_field
 
 
@@ -150,3 +150,37 @@ def test_a_support_that_wraps_does_not_compose() -> None:
     support = Axis((3, 0), (2, 1), size=4)
     with pytest.raises(InputError, match="must not wrap around"):
         compose(Field.identity(2, 2), Field(support, support))
+
+
+def test_neighboring_pixels_have_a_stride_of_1_and_equal_cells_none() -> None:
+    assert Axis.identity(4).stride == 1
+    assert Axis((2, 2, 2), (3, 3, 3), 9).stride is None
+
+
+def test_an_arc_that_begins_in_a_border_reads_only_what_follows() -> None:
+    border = Axis((0, 1, 2, 0), (1, 1, 1, 0), 3)  # pixel 3 reads nothing
+    composed = compose(Field(Axis((3, 3), (2, 1), 4), Axis.identity(4)), Field(border, border))
+    assert (composed.rows.starts, composed.rows.lengths) == ((0, 0), (1, 0))
+
+
+def test_a_tall_box_touches_many_rows_and_a_wide_one_many_columns() -> None:
+    field = Field.identity(5, 6)
+    for box in ((1, 2, 3, 1), (1, 2, 1, 3), (0, 1, 5, 2)):
+        top, left, height, width = box
+        expected = np.zeros((5, 6), dtype=bool)
+        expected[top : top + height, left : left + width] = True
+        assert (field.touched_cells(box) == expected).all()
+
+
+def test_every_position_touches_the_cells_of_its_own_pixels() -> None:
+    axis = Axis((0, 2, 4, 3), (3, 3, 1, 0), 5)
+    for length in (1, 2, 5):
+        positions = [axis.touched_cells(start, length) for start in range(6 - length)]
+        assert (axis.touched_cells_by_position(length) == np.stack(positions)).all()
+
+
+def test_the_middle_position_touches_just_the_cells_asked_for() -> None:
+    axis = Axis((0, 4, 8), (4, 4, 4), 12)
+    assert middle_position(axis, 2, 1, 2) == 5  # pixels 4 to 7 from 4, 5 or 6
+    assert middle_position(axis, 2, 1, 3) == 7  # the one position on both cells
+    assert middle_position(axis, 4, 0, 2) == 2

@@ -5,6 +5,7 @@ import json
 from functools import cache
 from typing import Any
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -287,3 +288,39 @@ def test_an_image_smaller_than_the_crop_is_refused(step: Step, message: str) -> 
 def test_an_incomplete_resize_is_refused(settings: dict[str, int], message: str) -> None:
     with pytest.raises(InputError, match=message):
         Resize(**settings)
+
+
+@pytest.mark.parametrize(
+    ("step", "after"),
+    [
+        (Crop(top=1, left=2, height=3, width=5), (3, 5)),
+        (Crop(top=4, left=0, height=3, width=2), (3, 2)),
+        (CenterCrop(height=2, width=6), (2, 6)),
+        (Pad(top=1, bottom=2, left=3, right=5), (10, 17)),
+        (Resize(shorter=5), (5, 6)),
+        (Resize(height=4, width=11), (4, 11)),
+    ],
+)
+def test_a_step_keeps_rows_and_columns_apart(step: Step, after: tuple[int, int]) -> None:
+    images = torch.rand(1, 3, 7, 9)
+    field = step.support(7, 9)
+    assert step.output_size(7, 9) == field.grid == tuple(step(images).shape[2:]) == after
+    assert field.source == (7, 9)
+    changed = images.clone()
+    changed[..., -1, -1] = 1 - changed[..., -1, -1]
+    moved = (step(changed) != step(images)).any(1)[0].numpy()
+    assert not (moved & ~field.touched_cells((6, 8, 1, 1))).any()
+
+
+@pytest.mark.parametrize("value", [True, "0", -0.01, 1.01, float("nan"), None])
+def test_a_border_of_what_is_no_pixel_value_is_refused(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # only tests check types
+    with pytest.raises(InputError, match="`value` of Pad must be a pixel value"):
+        Pad(top=1, value=value)
+    assert [Pad(top=1, value=pixel).value for pixel in (0, 0.5, 1)] == [0, 0.5, 1]
+
+
+@pytest.mark.parametrize("sides", [{"height": 3}, {"width": 3}, {"height": 3, "width": 4}])
+def test_a_resize_by_the_shorter_side_takes_no_other(sides: dict[str, int]) -> None:
+    with pytest.raises(InputError, match="got both"):
+        Resize(shorter=4, **sides)  # type: ignore[arg-type]

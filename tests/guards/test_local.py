@@ -12,7 +12,7 @@ import torch
 from helpers.small_guards import ANY_MASKS, bagnet_guard, build_thin_model, random_images, srf_guard
 from torch import nn
 
-from patchguard.data.images import check_images
+from patchguard.data.images import validate_images
 from patchguard.defenses import (
     CellMasking,
     ClippedSum,
@@ -330,7 +330,7 @@ def test_a_network_whose_layers_change_gets_a_new_field():
 )
 def test_tensors_that_are_no_images_are_refused(images, message):
     with pytest.raises(InputError, match=message):
-        check_images(images)
+        validate_images(images)
 
 
 def test_images_smaller_than_the_field_are_refused():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers.small_guards import ANY_MASKS, build_once, randomize_weights
-from patchguard.data.classes import CIFAR10
+from patchguard.data.catalog import CIFAR10_CLASSES
 from patchguard.data.source import Source, open_source
 from patchguard.defenses import RobustMasking
 from patchguard.defenses.evidence import Evidence
@@ -27,14 +27,14 @@ def thin_guard(model: str = "srf", **settings) -> LocalGuard:
     """Robust masking of a thin network with ten classes."""
     settings = {"field": 5, "widths": [8, 12]} if model == "srf" else settings
     network = randomize_weights(build(model, classes=10, **settings))
-    guard = LocalGuard(Preprocess(), network, Evidence(low=0.0), RobustMasking(masks=ANY_MASKS), CIFAR10)
+    guard = LocalGuard(Preprocess(), network, Evidence(low=0.0), RobustMasking(masks=ANY_MASKS), CIFAR10_CLASSES)
     return guard.for_patch(Patch(5), 32, 32) if model == "srf" else guard
 
 
 @build_once
 def sample_source() -> Source:
     """Images of the sample; two of three have for true class what the thin network says, so that some are proved."""
-    source = open_source("sample").limited(IMAGES)
+    source = open_source("sample").limit(IMAGES)
     labels = thin_guard().predict(pixels(source)).label.tolist()
     targets = tuple(label if index % 3 else (label + 1) % 10 for index, label in enumerate(labels))
     return replace(source, targets=targets)

@@ -56,9 +56,9 @@ def fabricate(
         name = f"broken-{number}.jpg"
         records.append({"index": images + number, "name": name, "target": None, "error": "is truncated"})
     run = Folder(folder)
-    with run.locked(first=True):
+    with run.lock():
         run.begin(Run(settings=to_plain(known), environment=ENVIRONMENT, version="0.1.0"))
-        with run.appending(0) as appender:
+        with run.open_shard(0) as appender:
             appender.append(records)
         chosen = gallery.choose(run.records(), known)[:pictures]
         gallery.save(run, chosen, [_draw_view(record["index"], draw) for _, record in chosen])

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from patchguard.data.datasets import Dataset
+from patchguard.data.dataset import Dataset
 from patchguard.training.recipe import Recipe
 from patchguard.training.recipes import tiny
 from patchguard.training.trainer import Trainer

@@ -100,7 +100,8 @@ def replacements(node: ast.AST) -> Iterator[ast.AST]:
     elif isinstance(node, ast.Call):
         for place in range(len(node.args) - 1 if called(node) not in SYMMETRIC else 0):
             one, two = node.args[place : place + 2]
-            if type(one) is type(two) and not isinstance(one, (ast.Starred, ast.Constant)):
+            same = ast.dump(one) == ast.dump(two)
+            if type(one) is type(two) and not same and not isinstance(one, (ast.Starred, ast.Constant)):
                 yield ast.Call(node.func, [*node.args[:place], two, one, *node.args[place + 2 :]], node.keywords)
     elif isinstance(node, ast.IfExp):
         yield from (node.body, node.orelse)

@@ -35,6 +35,11 @@ PATIENCE = 4.0  # times the tests' own time, before a mutant that does not end c
 
 BOUNDS = ["defenses/test_exhaustive.py", "defenses/test_laws.py"]
 SUMS = ["defenses/test_window_sums.py", "defenses/test_exhaustive.py"]
+RULES = [
+    "geometry/rules/test_pointwise.py",
+    "geometry/rules/test_pointwise_channels.py",
+    "geometry/rules/test_random_networks.py",
+]
 TESTS = {
     "defenses/base.py": [*BOUNDS, "defenses/test_robust_masking.py"],
     "defenses/cell_masking.py": [*BOUNDS, "defenses/test_ranks.py"],
@@ -53,12 +58,20 @@ TESTS = {
     "geometry/field.py": ["geometry/test_field.py", "geometry/test_preprocess.py"],
     "geometry/preprocess.py": ["geometry/test_preprocess.py"],
     "geometry/resize.py": ["geometry/test_preprocess.py"],
-    "geometry/rules/layout.py": ["geometry/test_trace.py", "test_layers.py"],
-    "geometry/rules/pointwise.py": ["geometry/test_trace.py", "test_layers.py"],
-    "geometry/rules/neighborhood.py": ["geometry/test_trace.py", "test_layers.py"],
-    "geometry/trace.py": ["geometry/test_trace.py", "test_layers.py"],
+    "geometry/rules/layout.py": [*RULES, "geometry/rules/test_layout.py", "geometry/rules/test_neighborhood.py"],
+    "geometry/rules/pointwise.py": RULES,
+    "geometry/rules/neighborhood.py": [
+        *RULES,
+        "geometry/rules/test_convolution.py",
+        "geometry/rules/test_neighborhood.py",
+        "geometry/rules/test_upsampling.py",
+    ],
+    "geometry/trace.py": ["geometry/test_trace_shapes.py", "geometry/test_trace.py", "geometry/test_program.py"],
     "verify.py": ["test_verify.py", "test_verify_mutants.py"],
-    "storage/certificate_file.py": ["storage/test_certificate_file.py", "test_verify.py"],
+    "guard.py": ["guards/test_local.py", "guards/test_interval.py", "runs/test_engine.py"],
+    "guards/local.py": ["guards/test_local.py", "guards/test_local_labels.py"],
+    "guards/cell_claims.py": ["storage/test_certificate_file.py"],
+    "storage/certificate_file.py": ["storage/test_certificate_file.py"],
 }
 
 

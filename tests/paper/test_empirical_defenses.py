@@ -11,9 +11,9 @@ from helpers.small_guards import random_images, randomize_weights, srf_guard
 from helpers.weak_networks import Texture, dark_images, undefended_guard
 
 from patchguard.attacks.adaptive import Adaptive
-from patchguard.attacks.baselines import Colours
+from patchguard.attacks.baselines import Colors
 from patchguard.attacks.patch_pgd import PatchPGD
-from patchguard.data.classes import CIFAR10
+from patchguard.data.catalog import CIFAR10_CLASSES
 from patchguard.data.source import open_source
 from patchguard.defenses import Undefended
 from patchguard.defenses.evidence import Evidence
@@ -37,12 +37,12 @@ FAST = Options(
 
 
 def test_an_attack_through_the_smoothing_breaks_what_one_on_the_bare_network_does_not():
-    images = StudyImages(dark_images(6), torch.zeros(6, dtype=torch.int64), tuple(range(6)))
+    images = StudyImages(dark_images(4), torch.zeros(4, dtype=torch.int64), tuple(range(4)))
     kept = compare(undefended_guard(Texture()), images, FAST)
     assert all(each.clean.all() and each.certified is None for each in kept.values())
     assert not kept["none"].plain.any()
     smoothed = kept["local_gradient_smoothing"]
-    assert int(smoothed.plain.sum()) >= 3
+    assert int(smoothed.plain.sum()) >= 2
     assert not smoothed.adaptive.any()
 
 
@@ -66,22 +66,22 @@ def test_a_victim_that_hides_its_gradient_falls_to_guesses():
     guard, (images, _) = color_network.color_guard("undefended"), color_network.tinted_images(12)
     target = guard.predict(images).label
     climbed = attack_victim([Hidden()], images, target, images, [FAST.attack], Patch(7))
-    guessed = attack_victim([Hidden()], images, target, images, [FAST.attack, Colours(tries=20)], Patch(7))
+    guessed = attack_victim([Hidden()], images, target, images, [FAST.attack, Colors(tries=20)], Patch(7))
     assert climbed.adaptive.all()
     assert not guessed.adaptive.all()
 
 
 def test_a_certified_guard_beside_keeps_at_least_what_it_certifies():
     certified = srf_guard(side=16)
-    pixels = (random_images(12, 16) * 255).round().to(torch.uint8)
-    images = StudyImages(pixels, certified.predict(pixels.float() / 255).label, tuple(range(12)))
+    pixels = (random_images(10, 16) * 255).round().to(torch.uint8)
+    images = StudyImages(pixels, certified.predict(pixels.float() / 255).label, tuple(range(10)))
     bare = LocalGuard(Preprocess(), certified.model, Evidence(low=None), Undefended())
     options = replace(FAST, attack=replace(FAST.attack, steps=4))
     with pytest.raises(InputError, match="`guard` must be undefended"):
         compare(certified, images, options)
     kept = compare(bare, images, options, certified=certified)["certified"]
     assert not kept.refuted.any()
-    counts = {column: value["right"] for column, value in accuracies(kept).items()}
+    counts = {column: value.correct for column, value in accuracies(kept).items()}
     assert 0 < counts["certified"] < counts["clean"]  # both kinds are there
     assert counts["certified"] <= counts["adaptive"] <= counts["plain"] <= counts["clean"]
 
@@ -95,7 +95,9 @@ def test_a_refuted_certificate_is_counted():
 def test_the_experiment_compares_the_models_of_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = randomize_weights(build("resnet18", classes=10, width=0.1, small_images=True))
     context = Context(cache=tmp_path, limit=2)
-    save_model(context, "cifar10_resnet18", LocalGuard(Preprocess(), model, Evidence(low=None), Undefended(), CIFAR10))
+    save_model(
+        context, "cifar10_resnet18", LocalGuard(Preprocess(), model, Evidence(low=None), Undefended(), CIFAR10_CLASSES)
+    )
     save_model(context, "cifar10", thin_guard())
     monkeypatch.setattr(Context, "_all_images", lambda self, dataset: open_source("sample"))
     quick = Options(attack=replace(FAST.attack, steps=1), adaptive=replace(FAST.adaptive, steps=1), tries=1)

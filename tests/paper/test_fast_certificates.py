@@ -19,15 +19,9 @@ from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
 from patchguard.geometry.windows import Windows
 from patchguard.paper import fast_certificates
-from patchguard.paper.fast_certificates import (
-    DOUBLE_MASKING,
-    RANKS,
-    ROBUST_MASKING,
-    Batch,
-    Query,
-    among_best,
-    largest_unions,
-)
+from patchguard.paper import query as query_module
+from patchguard.paper.fast_certificates import DOUBLE_MASKING, RANKS, ROBUST_MASKING, SUMS, largest_unions
+from patchguard.paper.query import Batch, Query, among_best
 
 GRIDS = {
     "square": (Windows.sliding(grid=(8, 8), size=(2, 2)), Windows.sliding(grid=(8, 8), size=(3, 4))),
@@ -60,6 +54,8 @@ def make_evidence(grid, kind, count=150):
 
 
 FAST = {
+    ClippedSum: SUMS,
+    MajorityVote: SUMS,
     RobustMasking: ROBUST_MASKING,
     DoubleMasking: DOUBLE_MASKING,
     **dict.fromkeys((CellMasking, Median, TrimmedMean), RANKS),
@@ -67,7 +63,8 @@ FAST = {
 
 
 def ask(defense, windows=None, top_k=1):
-    fast = None if getattr(defense, "threshold", 0) else FAST.get(type(defense))
+    published_sum = type(defense) is ClippedSum and not defense.spatial
+    fast = None if getattr(defense, "threshold", 0) or published_sum else FAST[type(defense)]
     return Query(evidence=Evidence(), defense=defense, windows=windows, top_k=top_k, fast=fast)
 
 
@@ -199,7 +196,7 @@ def test_sums_of_32_bits_say_what_those_of_64_do(defense, monkeypatch):
     short, query = Batch(evidence, targets), ask(defense(masks=windows), windows)
     certified = short.certified(query)
     assert short.values.dtype == torch.int32
-    monkeypatch.setattr(fast_certificates, "LARGEST_SHORT", 0)
+    monkeypatch.setattr(query_module, "LARGEST_SHORT", 0)
     long = Batch(evidence, targets)
     assert torch.equal(long.certified(query), certified)
     assert long.values.dtype == torch.int64

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.small_guards import random_images, randomize_weights
+from helpers.small_guards import build_once, random_images, randomize_weights
 from torch import nn
 
 from patchguard.defenses import Undefended
@@ -32,6 +32,7 @@ FITTED = [
 ]
 
 
+@build_once
 def guard() -> LocalGuard:
     model = randomize_weights(build("resnet18", classes=3, width=0.1, small_images=True))
     return LocalGuard(Preprocess(), model, Evidence(low=None), Undefended())
@@ -120,7 +121,7 @@ def test_only_dense_regions_survive_thresholding():
     values = torch.rand(1, 32, 32, generator=torch.Generator().manual_seed(0)) * 0.5
     values[0, 8:14, 20:26] = 1.0
     values[0, 2, 3] = 1.0  # alone
-    region = dense_region(values, share=37 / 1024, radius=1)[0]
+    region = dense_region(values, fraction=37 / 1024, radius=1)[0]
     assert region[8:14, 20:26].all()
     assert not region[:5].any()
     assert int(region.sum()) <= 8 * 8
@@ -198,7 +199,7 @@ def test_a_cleaning_certifies_nothing_and_says_why(cleaning):
         (LocalGradientSmoothing, {"window": 3, "overlap": 3}),
         (LocalGradientSmoothing, {"threshold": 1.0}),
         (LocalGradientSmoothing, {"surrogate": "none"}),
-        (DigitalWatermarking, {"share": 0.0}),
+        (DigitalWatermarking, {"fraction": 0.0}),
         (DigitalWatermarking, {"radius": 0}),
     ],
 )

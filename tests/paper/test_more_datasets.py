@@ -10,7 +10,7 @@ from helpers.reproduction import save_model
 from helpers.small_guards import ANY_MASKS, randomize_weights
 from PIL import Image
 
-from patchguard.data.classes import CATS_VS_DOGS, FLOWERS, IMAGENETTE, IMAGENETTE_BY_WORDNET
+from patchguard.data.catalog import CATS_VS_DOGS_CLASSES, FLOWERS_CLASSES, IMAGENETTE_BY_WORDNET, IMAGENETTE_CLASSES
 from patchguard.defenses import RobustMasking, Undefended
 from patchguard.defenses.evidence import Evidence
 from patchguard.geometry.preprocess import Preprocess
@@ -75,7 +75,7 @@ def values(result: Result) -> dict[str, list[float | None]]:
 
 @pytest.mark.slow
 def test_flowers_are_trained_and_tabulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paint(tmp_path / "flower_photos", FLOWERS, each=20, side=SIDE)
+    paint(tmp_path / "flower_photos", FLOWERS_CLASSES, each=20, side=SIDE)
     shrink(monkeypatch, "flowers")
     context = Context(root=tmp_path, cache=tmp_path / "cache", train=True)
     result = EXPERIMENTS["more_sets"].run(context, "flowers")
@@ -104,7 +104,7 @@ def test_flowers_are_trained_and_tabulated(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_set_without_its_models_is_not_run_and_says_what_would(tmp_path: Path) -> None:
-    paint(tmp_path / "PetImages", CATS_VS_DOGS, each=5, side=8)
+    paint(tmp_path / "PetImages", CATS_VS_DOGS_CLASSES, each=5, side=8)
     result = EXPERIMENTS["more_sets"].run(Context(root=tmp_path, cache=tmp_path / "cache"), "cats_vs_dogs")
     (table,) = result.tables
     assert [row.measured for row in table.rows] == [False] * 3
@@ -164,17 +164,19 @@ def test_imagenet_experiments_run_on_a_folder_of_a_thousand_classes(
 
 def test_photo_experiments_run_on_a_folder_of_photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for part in ("train", "val"):
-        paint(tmp_path / part, tuple(IMAGENETTE_BY_WORDNET), each=2, side=40)
-    context = Context(root=tmp_path, cache=tmp_path / "cache", limit=8)
+        paint(tmp_path / part, tuple(IMAGENETTE_BY_WORDNET), each=2, side=24)
+    context = Context(root=tmp_path, cache=tmp_path / "cache", limit=4)
     masks = RobustMasking(masks=ANY_MASKS)
     srf, resnet = (
         randomize_weights(build("srf", classes=10, field=5, widths=[8, 8])),
-        randomize_weights(build("resnet18", classes=10, width=0.1)),
+        randomize_weights(build("resnet18", classes=10, width=0.1, small_images=True)),
     )
-    save_model(context, "imagenette_mask_bn17", LocalGuard(Preprocess(), srf, Evidence(low=0.0), masks, IMAGENETTE), 32)
-    plain = LocalGuard(Preprocess(), resnet, Evidence(low=None), Undefended(), IMAGENETTE)
-    save_model(context, "imagenette_resnet50", plain, 32)
-    monkeypatch.setattr(occlusion, "SIDE", 12)
+    save_model(
+        context, "imagenette_mask_bn17", LocalGuard(Preprocess(), srf, Evidence(low=0.0), masks, IMAGENETTE_CLASSES), 24
+    )
+    plain = LocalGuard(Preprocess(), resnet, Evidence(low=None), Undefended(), IMAGENETTE_CLASSES)
+    save_model(context, "imagenette_resnet50", plain, 24)
+    monkeypatch.setattr(occlusion, "SIDE", 8)
     blocks = EXPERIMENTS["occlusion"].run(context, "imagenette")
     (table,) = blocks.tables
     assert all(row.measured for row in table.rows)
@@ -191,10 +193,10 @@ def test_photo_experiments_run_on_a_folder_of_photos(tmp_path: Path, monkeypatch
 
 
 def test_a_block_lies_where_the_evidence_is(tmp_path: Path) -> None:
-    paint(tmp_path / "flower_photos", FLOWERS, each=5, side=24)
+    paint(tmp_path / "flower_photos", FLOWERS_CLASSES, each=5, side=24)
     context = Context(root=tmp_path, cache=tmp_path / "cache")
     model = randomize_weights(build("srf", classes=5, field=5, widths=[8, 8]))
-    guard = LocalGuard(Preprocess(), model, Evidence(low=0.0), RobustMasking(masks=ANY_MASKS), FLOWERS)
+    guard = LocalGuard(Preprocess(), model, Evidence(low=0.0), RobustMasking(masks=ANY_MASKS), FLOWERS_CLASSES)
     save_model(context, "mine", guard, 24)
     logits = context.logits("mine", "flowers")
     patch = Patch(6)

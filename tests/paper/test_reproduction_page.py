@@ -4,10 +4,11 @@ import importlib.util
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from patchguard.paper import EXPERIMENTS
-from patchguard.runs import metrics
+from patchguard.runs.metrics import proportion
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -56,7 +57,7 @@ def test_a_run_is_shown_beside_the_paper_with_the_reason_for_its_gap(made, tmp_p
         },
         {
             "label": "Provable adv. training",
-            "ours": [metrics.share(80, 100), metrics.share(46, 100)],
+            "ours": [msgspec.to_builtins(proportion(80, 100)), msgspec.to_builtins(proportion(46, 100))],
             "published": [83.9, 47.3],
             "note": "thin model",
             "reason": "few channels",

@@ -58,7 +58,7 @@ def expected(logits: CachedLogits, evidence: Evidence, defense, windows) -> list
 
 
 def counts(accuracies) -> list[int]:
-    return [each["right"] for each in accuracies]
+    return [each.correct for each in accuracies]
 
 
 def test_rules_for_patches_anywhere_are_the_defenses_own(cells: CachedLogits, of_cells) -> None:

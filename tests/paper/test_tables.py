@@ -18,7 +18,8 @@ from patchguard.paper import thresholds as detection
 from patchguard.paper.cached_logits import CachedLogits
 from patchguard.paper.counting import count
 from patchguard.paper.experiment import Row, Table, format_value, to_percent, to_png
-from patchguard.paper.fast_certificates import LOGITS, SIGNED, masking
+from patchguard.paper.fast_certificates import masking
+from patchguard.paper.query import LOGITS, SIGNED, Batch
 from patchguard.patch import Patch
 
 CPU = torch.device("cpu")
@@ -40,7 +41,7 @@ def row(result, label, table=None) -> Row:
 
 
 def counts(values) -> list[int]:
-    return [value["right"] for value in values]
+    return [value.correct for value in values]
 
 
 ANY = Windows.sliding(grid=(1, 1), size=(1, 1))
@@ -114,7 +115,7 @@ def test_clipping_is_the_undefended_guard(context, guard, source):
     images, targets = pixels(source), torch.tensor(source.targets)
     for value, (low, high) in zip(found.ours, clean_accuracy.CLIPS, strict=True):
         plain = replace(guard, evidence=Evidence(low=low, high=high), defense=Undefended())
-        assert value["right"] == int((plain.predict(images).label == targets).sum())
+        assert value.correct == int((plain.predict(images).label == targets).sum())
     assert found.published == published.CLIPPINGS["cifar10"]["BagNet-17"]
 
 
@@ -193,7 +194,7 @@ def test_thresholds_are_what_the_defense_proves(guard, side):
 def test_bounds_prove_what_the_defense_certifies(guard, windows, size):
     logits = leading_logits(guard, count=120, spread=1.5)
     evidence = LOGITS(size * torch.from_numpy(logits.local_logits).float())
-    bounds = detection.Bounds.of(evidence, windows, logits.targets)
+    bounds = detection.Bounds(Batch(evidence, logits.targets), windows)
     for threshold in detection.THRESHOLDS:
         proof = RobustMasking(masks=windows, threshold=threshold).certify(evidence, windows)
         correct = proof.label == logits.targets
@@ -207,7 +208,7 @@ def test_bounds_hold_where_a_rival_has_all_its_evidence_in_one_place(guard):
     logits[:, 3, 2:4, 2:4] += 3 * torch.rand(400, 1, 1, generator=generator)
     logits[torch.arange(400), targets] += 0.6 * torch.rand(400, 1, 1, generator=generator)
     evidence = LOGITS(logits)
-    bounds = detection.Bounds.of(evidence, windows, targets)
+    bounds = detection.Bounds(Batch(evidence, targets), windows)
     for threshold in detection.THRESHOLDS:
         proof = RobustMasking(masks=windows, threshold=threshold).certify(evidence, windows)
         correct = proof.label == targets
@@ -216,7 +217,7 @@ def test_bounds_hold_where_a_rival_has_all_its_evidence_in_one_place(guard):
 
 def test_only_windows_that_quick_bounds_leave_open_are_searched(guard, monkeypatch):
     logits, windows = leading_logits(guard), Windows.sliding(grid=(7, 7), size=(2, 2))
-    bounds = detection.Bounds.of(LOGITS(torch.from_numpy(logits.local_logits).float()), windows, logits.targets)
+    bounds = detection.Bounds(Batch(LOGITS(torch.from_numpy(logits.local_logits).float()), logits.targets), windows)
     searched = []
 
     def intersect(values, windows, region):
@@ -233,7 +234,7 @@ def test_the_published_bound_is_algorithm_2_as_printed(guard):
     logits = leading_logits(guard, grid=(4, 4), count=20)
     windows = Windows.sliding(grid=(4, 4), size=(2, 2))
     evidence = LOGITS(torch.from_numpy(logits.local_logits).float())
-    bounds = detection.Bounds.of(evidence, windows, logits.targets)
+    bounds = detection.Bounds(Batch(evidence, logits.targets), windows)
     for threshold in detection.THRESHOLDS[:-1]:
         assert bounds.published(threshold).tolist() == [
             _algorithm_2(values, int(target), windows, threshold)
@@ -285,7 +286,7 @@ def test_feature_masking_is_what_loops_count(guard):
             changed += sum(label != int(before) for label in labels)
             pairs += len(labels)
         assert found["Masked accuracy"][place] == pytest.approx(100 * correct / pairs)
-        assert found["% images"][place]["right"] == wrong_images
+        assert found["% images"][place].correct == wrong_images
         assert found["% windows per image"][place] == pytest.approx(100 * changed / pairs)
     assert found["% windows per image"][4] > 0
     assert found["% windows per image"][0] == 0
@@ -300,7 +301,7 @@ def test_larger_masks_certify_what_the_defense_says_and_lemma_1_less(context, lo
     evidence = LOGITS(torch.from_numpy(np.array(logits.local_logits)).float())
     for value, side in zip(largest.ours[1:], (2, 5, 8), strict=True):
         proof = RobustMasking(masks=masks).certify(evidence, logits.windows(Patch(side)), logits.targets)
-        assert value["right"] == int(proof.certified.sum())
+        assert value.correct == int(proof.certified.sum())
     lemma, tighter = (counts(each.ours) for each in bounds.rows)
     assert lemma == [lemma[0]] * 3
     assert lemma[0] == tighter[-1] < tighter[0]

@@ -5,6 +5,7 @@ import json
 import os
 
 import pytest
+from filelock import SoftFileLock
 from msgspec.structs import replace
 
 from patchguard.errors import InputError
@@ -25,7 +26,7 @@ def folder(tmp_path):
 
 
 def fill(folder, indices, shard=0):
-    with folder.locked(first=True), folder.appending(shard) as records:
+    with folder.lock(), folder.open_shard(shard) as records:
         records.append([{"index": index, "name": "ü" * 5} for index in indices])
 
 
@@ -78,7 +79,7 @@ def test_a_full_disk_is_one_sentence_and_what_comes_later_does_not_continue_half
         return done
 
     fill(folder, [0])
-    with folder.locked(first=True), folder.appending(0) as records:
+    with folder.lock(), folder.open_shard(0) as records:
         monkeypatch.setattr(os, "write", full)
         with pytest.raises(InputError, match=r"records-00000\.jsonl cannot be written: No space left on device"):
             records.append([{"index": index} for index in range(1, 9)])
@@ -123,23 +124,42 @@ def test_a_damaged_line_is_reported_with_its_number(folder):
 
 
 def test_a_second_run_is_refused_while_the_first_works(folder):
-    with folder.locked(first=True):
-        for first in (True, False):
-            with pytest.raises(InputError, match="another process is working"), folder.locked(first=first):
-                pass
+    with folder.lock(), pytest.raises(InputError, match="another process is working"), folder.lock():
+        pass
+    with folder.lock():
+        pass
+    assert not list(folder.path.iterdir())  # locks leave nothing behind
 
 
-def test_other_processes_of_a_run_enter_once_the_first_shares(folder):
-    with folder.locked(first=True) as lock:
-        lock.share()
-        with folder.locked(first=False):
+def test_a_second_run_is_refused_while_any_process_of_the_first_is_left(folder):
+    with folder.lock(), folder.lock(1), folder.lock(2):
+        pass
+    with folder.lock(2):  # noqa: SIM117  (of a torchrun whose first process was killed)
+        with pytest.raises(InputError, match="another process is working"), folder.lock():
             pass
-        with pytest.raises(InputError, match="another process is working"), folder.locked(first=True):
-            pass
+    with folder.lock():
+        pass
+
+
+def test_a_lock_that_a_killed_process_left_holds_nobody_up(folder):
+    folder.path.mkdir()
+    for name in (".lock", ".lock-00001"):
+        (folder.path / name).touch()
+    with folder.lock(), folder.lock(1):
+        pass
+
+
+def test_where_the_system_has_no_locks_a_marker_takes_their_place(folder, monkeypatch):
+    """As on a file system without flock, and with the lock of a system without fcntl."""
+    monkeypatch.setattr("patchguard.runs.records.FileLock", SoftFileLock)
+    with folder.lock(), pytest.raises(InputError, match="another process is working"), folder.lock():
+        pass
+    with folder.lock():
+        pass
 
 
 def test_the_same_settings_go_on_and_others_are_refused_with_what_differs(folder):
-    with folder.locked(first=True):
+    with folder.lock():
         folder.begin(RUN)
         folder.begin(replace(RUN, settings={**RUN.settings, "shards": 4}))
         with pytest.raises(InputError, match=r'patches \["5x5"\], not \["3x3"\]. Give another --out'):
@@ -147,7 +167,7 @@ def test_the_same_settings_go_on_and_others_are_refused_with_what_differs(folder
 
 
 def test_other_versions_are_refused_with_a_choice_and_mixed_ones_are_kept(folder):
-    with folder.locked(first=True):
+    with folder.lock():
         folder.begin(with_environment())
         folder.begin(with_environment(python="4"))
         for name in ("patchguard", "torch"):
@@ -169,7 +189,7 @@ def test_nothing_is_written_where_the_check_of_what_is_there_fails(folder):
     def refuse():
         raise InputError("no")
 
-    with folder.locked(first=True):
+    with folder.lock():
         with pytest.raises(InputError, match="no"):
             folder.begin(RUN, refuse)
         assert folder.run() is None
@@ -195,5 +215,5 @@ def test_a_damaged_or_newer_file_is_refused(folder, content):
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(InputError, match="`--out` must be a folder"), Folder(tmp_path / "run").locked(first=True):
+    with pytest.raises(InputError, match="`--out` must be a folder"), Folder(tmp_path / "run").lock():
         pass

@@ -1,6 +1,5 @@
 """Runs that are started again: other images, other versions, other certificate files are never taken for the old."""
 
-import fcntl
 import functools
 import hashlib
 import json
@@ -18,7 +17,7 @@ from patchguard.cli import app
 from patchguard.data import decode
 from patchguard.errors import InputError
 from patchguard.runs.certificate_folder import CertificateFolder
-from patchguard.runs.records import Folder
+from patchguard.runs.records import Folder, lock_folder
 from patchguard.storage import zoo
 from patchguard.storage.published_models import CHECKPOINTS
 
@@ -112,7 +111,7 @@ def test_an_image_replaced_with_equal_size_and_time_is_noticed(run, photos, tmp_
     replace_quietly(photos / recorded, original)
     shown = run(command=command)
     assert shown.exit_code == 0, shown.output
-    assert ("was finished before" in shown.stdout) == finished
+    assert ("already complete" in shown.stdout) == finished
 
 
 @pytest.mark.parametrize("name", ["0.bmp", "small.bmp", "torn.bmp"])
@@ -146,7 +145,7 @@ def test_records_of_an_older_release_are_shown_and_not_gone_on_with(run, tmp_pat
 
 def test_an_image_that_would_take_too_much_memory_is_recorded_and_the_run_goes_on(run, photos, tmp_path, monkeypatch):
     draw(photos / "large.bmp", 90, side=100)
-    monkeypatch.setattr(decode, "MOST_BYTES", 60_000, raising=False)
+    monkeypatch.setattr(decode, "MAX_BYTES", 60_000, raising=False)
     assert run().exit_code == 0
     errors = {each["name"]: each.get("error") for each in Folder(tmp_path / "run").records()}
     assert "more than the limit" in errors.pop("large.bmp")
@@ -191,14 +190,16 @@ def test_a_run_of_another_release_goes_on_only_by_choice(run, tmp_path):
     stamp["environment"]["patchguard"] = "0.0.1"
     (tmp_path / "run" / "run.json").write_text(json.dumps(stamp))
     before = all_files(tmp_path / "run")
-    refused(run(), f"patchguard 0.0.1, not {__version__}", "Give --mix-versions to go on", "or another --out")
+    refused(
+        run(), f"patchguard 0.0.1, not {__version__}", "Give --mix-versions to resume it anyway", "or another --out"
+    )
     assert all_files(tmp_path / "run") == before
     assert run("--mix-versions").exit_code == 0
     mixed = f"0.0.1 and {__version__}"
     for name in ("run.json", "summary.json"):
         assert json.loads((tmp_path / "run" / name).read_text())["environment"]["patchguard"] == mixed
     assert mixed in (tmp_path / "run" / "report.html").read_text()
-    assert "was finished before" in run().stdout
+    assert "already complete" in run().stdout
 
 
 def test_a_finished_run_of_another_release_is_shown(run, tmp_path):
@@ -206,7 +207,7 @@ def test_a_finished_run_of_another_release_is_shown(run, tmp_path):
     stamp = json.loads((tmp_path / "run" / "run.json").read_text())
     stamp["environment"]["torch"] = "1.0"
     (tmp_path / "run" / "run.json").write_text(json.dumps(stamp))
-    assert "was finished before" in run(command="attack").stdout
+    assert "already complete" in run(command="attack").stdout
 
 
 # -- certificate files -------------------------------------------------------------------------------------------------
@@ -271,12 +272,8 @@ def test_files_of_recorded_images_are_what_the_run_wrote(run, tmp_path, finished
 
 def test_a_folder_of_certificates_is_written_by_one_run_at_a_time(run, tmp_path):
     (tmp_path / "files").mkdir()
-    descriptor = os.open(tmp_path / "files", os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with lock_folder(tmp_path / "files"):
         refused(run("--certificates", tmp_path / "files"), f"another process is working in {tmp_path / 'files'}")
-    finally:
-        os.close(descriptor)
     assert run("--certificates", tmp_path / "files").exit_code == 0
 
 

@@ -179,7 +179,8 @@ def test_floats_are_taken_if_they_are_8_bit_pixels(tmp_path):
     certificate_file.write(tmp_path / "float.pgc", srf_guard(), pixels.float() / 255, Patch(2))
     assert (tmp_path / "whole.pgc").read_bytes() == (tmp_path / "float.pgc").read_bytes()
     assert torch.equal(eight_bit(pixels.double() / 255), pixels)
-    for wrong in (pixels[None], pixels.long(), pixels.float(), torch.full((3, 4, 4), 0.3)):
+    above, below = (torch.full((3, 4, 4), whole / 255) for whole in (256, -1))
+    for wrong in (pixels[None], pixels.long(), pixels.float(), torch.full((3, 4, 4), 0.3), above, below):
         with pytest.raises(InputError, match="`image` must"):
             eight_bit(wrong)
 
@@ -224,6 +225,7 @@ def test_evidence_that_was_not_made_by_the_guard_is_refused():
     for changed, message in (
         (evidence.with_values(evidence.values), "must carry the drift"),
         (replace(evidence, high=1), "own settings"),
+        (replace(evidence, finite=~evidence.finite), "must be finite"),
     ):
         with pytest.raises(InputError, match=message):
             packer.pack(replace(examination, details=changed), 0, 0, image_digest(image(16)))
@@ -297,6 +299,19 @@ def test_evidence_may_differ_within_the_drift_and_no_further(written):
     assert difference(sealed(claim, moved), srf_guard(), image(16)) is None
     moved[0, 0, 0] += 1
     assert "more than the drift allows" in difference(sealed(claim, moved), srf_guard(), image(16))
+
+
+def test_evidence_that_is_not_finite_or_of_another_shape_is_never_that_of_a_file(written, monkeypatch):
+    guard, made = srf_guard(), LocalGuard.evidence_of
+    for change in (
+        lambda evidence: replace(evidence, finite=~evidence.finite),
+        lambda evidence: evidence.with_values(evidence.values[:, :1]),
+        lambda evidence: evidence.with_values(evidence.values[..., :1]),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalGuard, "evidence_of", lambda self, images, change=change: change(made(self, images)))
+            reason = difference(written.read_bytes(), guard, image(16))
+        assert reason == "the model gives no such evidence for this image"
 
 
 def test_votes_called_sure_that_drift_could_take_away_are_noticed(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers.stripe_dataset import states_equal, striped_trainer, stripes
 
-from patchguard.data.datasets import hold_out
+from patchguard.data.dataset import hold_out
 from patchguard.errors import InputError
 from patchguard.patch import Patch
 from patchguard.training import checkpoint, loop, run

@@ -11,8 +11,9 @@ import torch
 from helpers.stripe_dataset import striped_recipe, striped_trainer, stripes, write_stripes
 
 from patchguard import runtime
-from patchguard.data import cifar10, datasets
-from patchguard.data.dataset import Splits
+from patchguard.data import cifar10
+from patchguard.data.dataset import Splits, hold_out
+from patchguard.data.loading import load_splits
 from patchguard.errors import InputError
 from patchguard.patch import Patch
 from patchguard.storage import zoo
@@ -84,11 +85,11 @@ def small_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_cifar10_is_limited_to_its_first_images_before_some_are_held_out(small_cifar10: Path) -> None:
-    whole = datasets.load("cifar10", small_cifar10)
+    whole = load_splits("cifar10", small_cifar10)
     wanted = options(small_cifar10, recipe=striped_recipe(held_out=5), limit=30, test=True)
     train_set, held_out, test = run.load_data(wanted, CPU)
     assert (len(train_set), len(held_out), len(test)) == (25, 5, 10)
-    expected = datasets.hold_out(whole.train.subset(slice(0, 30)), 5)
+    expected = hold_out(whole.train.subset(slice(0, 30)), 5)
     assert torch.equal(train_set.images, expected[0].images)
     assert torch.equal(held_out.images, expected[1].images)
     assert torch.equal(test.images, whole.test.images)
@@ -121,7 +122,7 @@ def test_photos_are_the_same_in_memory_and_streamed(tmp_path: Path, monkeypatch:
 def striped(monkeypatch: pytest.MonkeyPatch) -> Splits:
     """Stripes in place of CIFAR-10."""
     splits = Splits(stripes(84), stripes(30, seed=9))
-    monkeypatch.setattr(datasets, "load", lambda name, root: splits)
+    monkeypatch.setattr(run, "load_splits", lambda name, root: splits)
     return splits
 
 
@@ -140,7 +141,7 @@ def test_a_run_stops_goes_on_and_measures_the_file_that_it_wrote(striped: Splits
     assert summary["digest"] == zoo.inspect(path)["digest"]
     guard = zoo.load(path)
     assert summary["parameters"] == sum(each.numel() for each in guard.model.parameters())
-    held_out = datasets.hold_out(striped.train, 20)[1]
+    held_out = hold_out(striped.train, 20)[1]
     for name, data in (("held_out", held_out), ("test", striped.test)):
         fitted = guard.for_patch(Patch(1), 16, 16)
         expected = [evaluate(guard, data, Patch(2)), evaluate(fitted, data, Patch(1))]
@@ -161,7 +162,7 @@ def test_kernels_that_repeat_are_asked_for_before_the_run(
 ) -> None:
     asked: list[str] = []
     monkeypatch.setattr(runtime, "use_deterministic_kernels", lambda: asked.append("deterministic"))
-    monkeypatch.setattr(run, "_train", lambda *_: asked.append("train"))
+    monkeypatch.setattr(run, "_train", lambda *_, **__: asked.append("train"))
     run.train(options(tmp_path))
     assert asked == ["train"]
     run.train(options(tmp_path, deterministic=True))

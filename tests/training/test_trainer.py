@@ -160,7 +160,6 @@ def test_a_bagnet_sees_quarters_at_first_and_whole_images_later() -> None:
     recipe = striped_recipe(input_size=64, **settings)
     objective = objective_for(recipe, (16, 16), CPU)
     model = build("bagnet9", classes=3, width=0.125)
-    objective.prepare(LocalGuard(objective.preprocess, model, Evidence(), Undefended()))
     network = objective.attach(model)
     data, sizes = stripes(4), []
 

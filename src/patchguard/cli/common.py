@@ -1,8 +1,13 @@
-"""What commands share: the screen, and how sizes are written."""
+"""What commands share: options, the screen, and how sizes are written."""
 
 import re
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from patchguard.errors import InputError
 
@@ -10,6 +15,52 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from patchguard.patch import Patch
+    from patchguard.runs.summary import Proportion
+
+STOPPED = 130  # the exit status that a shell expects of a command that Ctrl-C ended
+
+# -- options that mean the same in every command -----------------------------------------------------------------------
+
+DEFENSES = "RobustMasking, DoubleMasking, ClippedSum, MajorityVote, CellMasking, Median, TrimmedMean or Undefended"
+
+Model = Annotated[str, typer.Option(help="A checkpoint that `patchguard models` lists, or a file.")]
+Data = Annotated[
+    str, typer.Option(help="sample, a known dataset, a folder of class folders, or a folder or 'pattern' of images.")
+]
+Root = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of datasets. Default: $PATCHGUARD_DATA, or ~/.cache/patchguard/data.", show_default=False
+    ),
+]
+PatchSpace = Annotated[
+    str,
+    typer.Option(help="Where the patch lies: in the source image, or in the network's input after resize and crop."),
+]
+Evidence = Annotated[
+    str, typer.Option(help="Use another kind of evidence: logits, confidence, vote, prediction or tanh.")
+]
+Threshold = Annotated[str, typer.Option(help="Detection threshold T of RobustMasking, such as 0.2 or 1/5.")]
+Tau = Annotated[
+    float | None,
+    typer.Option(
+        help="Lead, in units of evidence, that DoubleMasking asks of a mask that overrules the majority. "
+        "Default: the model's, or 0 with another rule or evidence.",
+        show_default=False,
+    ),
+]
+Limit = Annotated[int | None, typer.Option(help="Use only this many evenly spaced images.", show_default=False)]
+BatchSize = Annotated[
+    int | None, typer.Option(help="Images per batch. Default: 16 on a CPU, 512 on a GPU.", show_default=False)
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, or cuda:1 and so on.")]
+MixVersions = Annotated[
+    bool, typer.Option("--mix-versions", help="Resume a run that another version of patchguard or torch began.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print summary.json instead of the table.")]
+
+
+# -- the screen --------------------------------------------------------------------------------------------------------
 
 
 def screen() -> "Console":
@@ -19,12 +70,44 @@ def screen() -> "Console":
     return Console() if sys.stdout.isatty() else Console(width=160)
 
 
+def shown(text: str) -> str:
+    """Return text that a terminal can show as it is: names of files may hold anything."""
+    from rich.markup import escape
+
+    return escape("".join(letter if letter.isprintable() else "?" for letter in text))
+
+
+@contextmanager
+def resumable(folder: Path) -> Iterator[None]:
+    """End with the exit status of Ctrl-C, and say how to resume the run, where it is pressed inside."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"stopped; run the same command again to resume {folder}", err=True)
+        raise typer.Exit(STOPPED) from None
+
+
+def percent(proportion: "Proportion") -> str:
+    """Return a fraction with its interval: 86.2 % (82.9 to 88.9)."""
+    if proportion.fraction is None:
+        return "none"
+    return f"{100 * proportion.fraction:.1f} % ({100 * proportion.low:.1f} to {100 * proportion.high:.1f})"
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def plain_name(text: str) -> str:
+    """Return a name that every file system accepts."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "images"
+
+
 def sides(size: str) -> tuple[int, int]:
     """Read 224 as (224, 224) and 224x300 as (224, 300)."""
-    found = re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", size)
-    if found is None:
+    match = re.fullmatch(r"(\d{1,5})(?:x(\d{1,5}))?", size)
+    if match is None:
         raise InputError(f"`--size` must be a side such as 224, or height x width such as 224x300; got {size!r}.")
-    return int(found[1]), int(found[2] or found[1])
+    return int(match[1]), int(match[2] or match[1])
 
 
 def common_patches(height: int, width: int) -> list["Patch"]:
@@ -34,10 +117,3 @@ def common_patches(height: int, width: int) -> list["Patch"]:
     if min(height, width) >= 100:
         return [Patch.of_area(share, height=height, width=width) for share in (0.01, 0.02, 0.03)]
     return [Patch(side) for side in (2, 5, 8) if side <= min(height, width)]
-
-
-def shown(text: str) -> str:
-    """Return text that a terminal can show as it is: names of files may hold anything."""
-    from rich.markup import escape
-
-    return escape("".join(letter if letter.isprintable() else "?" for letter in text))

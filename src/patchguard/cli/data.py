@@ -37,12 +37,12 @@ def list_all(root: Root = None) -> None:
     from patchguard.data.catalog import CATALOG, data_root
 
     output, where = screen(), data_root(root)
-    held, origins = _table("name", "images", "description", "found"), _table("name", "from", "terms")
-    for name, entry in CATALOG.items():
-        images = f"{entry.train:,} + {entry.test:,}" if entry.train and entry.test else f"{entry.train + entry.test:,}"
-        held.add_row(name, images, entry.description, shown(_place(name, where)))
-        origins.add_row(name, entry.origin, entry.terms)
-    output.print(held)
+    datasets, origins = _make_table("name", "images", "description", "found"), _make_table("name", "from", "terms")
+    for name, dataset in CATALOG.items():
+        images = " + ".join(f"{count:,}" for count in (dataset.train, dataset.test) if count)
+        datasets.add_row(name, images, dataset.description, shown(_describe_location(name, where)))
+        origins.add_row(name, dataset.origin, dataset.terms)
+    output.print(datasets)
     output.print()
     output.print(origins)
     output.print(f"\nlooked for in {shown(str(where))}", soft_wrap=True)
@@ -67,7 +67,7 @@ def get(
 def check(
     what: Annotated[str, typer.Argument(help="A folder, a pattern such as 'photos/*.jpg', a file, or a known name.")],
     root: Root = None,
-    limit: Annotated[int | None, typer.Option(help="Check so many images only, spread over all.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Check this many images, evenly spaced.")] = None,
     workers: Annotated[int | None, typer.Option(help="Threads that decode. Default: one per processor.")] = None,
 ) -> None:
     """Decode every image and report classes, sizes, and the files that cannot be read, with the reason.
@@ -78,88 +78,88 @@ def check(
 
     source = open_source(what, root)
     if limit is not None:
-        source = source.limited(limit)
-    found = _decoded(source, workers)
+        source = source.limit(limit)
+    checked = _check_images(source, workers)
     output = screen()
-    output.print(_summary(source, found))
+    output.print(_tabulate_images(source, checked))
     if source.class_names:
         output.print()
-        output.print(_classes(source, found))
-    if found.unreadable:
+        output.print(_tabulate_classes(source, checked))
+    if checked.unreadable:
         output.print("\ncannot be read")
-        for place, reason in found.unreadable.items():
-            output.print(f"  {shown(source.names[place])}  {shown(reason)}", soft_wrap=True)
-    if len(found.unreadable) == len(source):
+        for index, reason in checked.unreadable.items():
+            output.print(f"  {shown(source.names[index])}  {shown(reason)}", soft_wrap=True)
+    if len(checked.unreadable) == len(source):
         raise typer.Exit(1)
 
 
 @final
 @dataclass(frozen=True)
-class _Found:
+class _CheckedImages:
     """How many images have each size, height before width, and why the others cannot be read."""
 
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     unreadable: dict[int, str] = field(default_factory=dict)
 
 
-def _decoded(source: "Source", workers: int | None) -> _Found:
+def _check_images(source: "Source", workers: int | None) -> _CheckedImages:
     from patchguard.data.decode import Unreadable
-    from patchguard.data.loading import decoded
+    from patchguard.data.loading import iterate_images
 
-    found = _Found()
+    checked = _CheckedImages()
     with _progress() as progress:
-        images = progress.track(decoded(source, workers), total=len(source), description="decoding")
-        for place, image in enumerate(images):
+        images = progress.track(iterate_images(source, workers), total=len(source), description="decoding")
+        for index, image in enumerate(images):
             if isinstance(image, Unreadable):
-                found.unreadable[place] = image.reason
+                checked.unreadable[index] = image.reason
             else:
-                found.sizes[image.shape[1], image.shape[2]] += 1
-    return found
+                checked.sizes[image.shape[1], image.shape[2]] += 1
+    return checked
 
 
-def _summary(source: "Source", found: _Found) -> "Table":
-    table = _table()
+def _tabulate_images(source: "Source", checked: _CheckedImages) -> "Table":
+    table = _make_table()
     table.show_header = False
     table.add_row("images", f"{len(source):,}")
-    table.add_row("can be read", f"{found.sizes.total():,}")
-    table.add_row("cannot", f"{len(found.unreadable):,}")
+    table.add_row("can be read", f"{checked.sizes.total():,}")
+    table.add_row("cannot", f"{len(checked.unreadable):,}")
     table.add_row("other files, ignored", f"{source.ignored:,}")
     table.add_row("classes", f"{len(source.class_names):,}" if source.targets is not None else "none")
-    if found.sizes:
-        (height, width), often = found.sizes.most_common(1)[0]
-        table.add_row("most frequent size", f"{height} x {width} ({often:,} images, height x width)")
+    if checked.sizes:
+        (height, width), count = checked.sizes.most_common(1)[0]
+        table.add_row("most frequent size", f"{height} x {width} ({count:,} images, height x width)")
         for word, choose in (("smallest", min), ("largest", max)):
-            height, width = choose(found.sizes, key=lambda size: size[0] * size[1])
+            height, width = choose(checked.sizes, key=lambda size: size[0] * size[1])
             table.add_row(f"{word} size", f"{height} x {width}")
     return table
 
 
-def _classes(source: "Source", found: _Found) -> "Table":
+def _tabulate_classes(source: "Source", checked: _CheckedImages) -> "Table":
     targets: Sequence[int] = source.targets or ()
     images = Counter(targets)
-    broken = Counter(targets[place] for place in found.unreadable)
-    table = _table("number", "class", "images", "cannot be read")
+    broken = Counter(targets[index] for index in checked.unreadable)
+    table = _make_table("number", "class", "images", "cannot be read")
     for number, name in enumerate(source.class_names):
         table.add_row(str(number), shown(name), f"{images[number]:,}", f"{broken[number]:,}")
     return table
 
 
-def _place(name: str, root: Path) -> str:
+def _describe_location(name: str, root: Path) -> str:
     """Return where a dataset lies below the root, "." for the root itself, or "no"."""
     from patchguard.data import cifar10
-    from patchguard.data.folder import located
+    from patchguard.data.folder import find_known_set
 
     if name == "sample":
         return "in the package"
     if name == "cifar10":
-        files = [cifar10.found(root, file) for file in (*cifar10.TRAIN, *cifar10.TEST)]
+        files = [cifar10.find_file(root, file) for file in (*cifar10.TRAIN, *cifar10.TEST)]
         folder = files[0].parent if files[0] is not None and None not in files else None
     else:
-        folder = located(name, root)
+        folder = find_known_set(name, root)
     return "no" if folder is None else str(folder.relative_to(root))
 
 
-def _table(*columns: str) -> "Table":
+def _make_table(*columns: str) -> "Table":
     from rich.table import Table
 
     return Table(*columns, box=None, pad_edge=False)

@@ -5,36 +5,35 @@ from typing import Annotated, Any
 
 import typer
 
-from patchguard.cli.common import screen, shown
-from patchguard.cli.data import Root
+from patchguard.cli.common import BatchSize, Device, Model, Root, screen, shown
 
 
 def predict(
     images: Annotated[list[str], typer.Argument(help="Image files, folders or 'patterns'.", metavar="IMAGE...")],
-    model: Annotated[str, typer.Option(help="A checkpoint that `patchguard models` lists, or a file.")] = "cifar10",
+    model: Model = "cifar10",
     root: Root = None,
     patch: Annotated[
         list[str] | None,
         typer.Option(help="Also say whether a patch of 5, 24x88 or 2% could change the label; may be repeated."),
     ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Images at once. Default: 16 on a CPU, 512 on a GPU.", show_default=False)
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1 and the like.")] = "auto",
+    batch_size: BatchSize = None,
+    device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per image, as it is done.")] = False,
 ) -> None:
     """Label images. With --patch, also say whether the label is certified: no such patch can change it.
 
-    Exit status 0: at least one image can be labelled. 1: none can.
+    Exit status 0: at least one image can be labeled. 1: none can.
     """
-    from patchguard.runs.job import opened, prepare
-    from patchguard.runs.run import predict as predict_all
+    from patchguard.runs.certify import predict as predict_all
+    from patchguard.runs.images import open_sources
+    from patchguard.runs.job import prepare
 
-    job = prepare(source=opened(images, root, labelled=False), data=images[0], model=model, patches=patch or ())
+    source = open_sources(images, root, labeled=False)
+    job = prepare(source=source, data=images[0], model=model, patches=patch or (), curve=False)
     typer.echo(f"model: {shown(str(job.file))}", err=True)
     keys = [written.key for written in job.patches] if patch else []
     answers = []
-    for record in predict_all(job, device=device, batch_size=batch_size):
+    for record in predict_all(job, proofs=bool(keys), device=device, batch_size=batch_size):
         answer = _answer(record, job.class_names, keys)
         answers.append((record["index"], answer))
         if as_json:
@@ -48,17 +47,16 @@ def predict(
 def _answer(record: dict[str, Any], class_names: tuple[str, ...], keys: list[str]) -> dict[str, Any]:
     if "error" in record:
         return {"name": record["name"], "error": record["error"]}
-    found = {"name": record["name"], "label": record["label"], "class": class_names[record["label"]]}
+    answer = {"name": record["name"], "label": record["label"], "class": class_names[record["label"]]}
     if keys:
-        chosen = ("label", "certified", "margin", "masks")
-        found["patches"] = {
+        answer["patches"] = {
             key: {
                 "class": class_names[record["patches"][key]["label"]],
-                **{name: record["patches"][key][name] for name in chosen},
+                **{name: record["patches"][key][name] for name in ("label", "certified", "margin", "masks")},
             }
             for key in keys
         }
-    return found
+    return answer
 
 
 def _print(answers: list[dict[str, Any]], keys: list[str]) -> None:

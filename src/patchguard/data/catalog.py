@@ -1,4 +1,4 @@
-"""The datasets known by name: what they hold, where they come from, on what terms. Imports no torch."""
+"""The datasets known by name: what they hold, their classes, where they come from, on what terms. Imports no torch."""
 
 import os
 from dataclasses import dataclass
@@ -10,10 +10,29 @@ from patchguard.errors import InputError, nearest
 
 VARIABLE = "PATCHGUARD_DATA"
 
+# Names of classes, in the order of their numbers.
+CIFAR10_CLASSES = ("plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+FLOWERS_CLASSES = ("daisy", "dandelion", "roses", "sunflowers", "tulips")
+CATS_VS_DOGS_CLASSES = ("Cat", "Dog")
+# Folders are named by WordNet number, and their sorted order is the order of the classes.
+IMAGENETTE_BY_WORDNET = {
+    "n01440764": "tench",
+    "n02102040": "English springer",
+    "n02979186": "cassette player",
+    "n03000684": "chain saw",
+    "n03028079": "church",
+    "n03394916": "French horn",
+    "n03417042": "garbage truck",
+    "n03425413": "gas pump",
+    "n03445777": "golf ball",
+    "n03888257": "parachute",
+}
+IMAGENETTE_CLASSES = tuple(IMAGENETTE_BY_WORDNET.values())
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class KnownDataset:
     """One dataset. `train` and `test` count its images; 0 where the split is ours, with all images in `train`.
 
     `download` is the size of its archive in bytes, rounded up, where we fetch it.
@@ -30,9 +49,9 @@ class Entry:
 
 
 CATALOG = {
-    entry.name: entry
-    for entry in (
-        Entry(
+    dataset.name: dataset
+    for dataset in (
+        KnownDataset(
             name="sample",
             description="500 test images of CIFAR-10, 50 per class, embedded in the package",
             train=0,
@@ -41,7 +60,7 @@ CATALOG = {
             terms="cite Krizhevsky 2009",
             layout="comes with the package",
         ),
-        Entry(
+        KnownDataset(
             name="cifar10",
             description="small photos, 32 x 32, 10 classes",
             train=50_000,
@@ -51,7 +70,7 @@ CATALOG = {
             layout="cifar-10-batches-bin/data_batch_1.bin ... test_batch.bin",
             download=171_000_000,
         ),
-        Entry(
+        KnownDataset(
             name="imagenette",
             description="photos, 10 easy classes of ImageNet",
             train=9_469,
@@ -61,7 +80,7 @@ CATALOG = {
             layout="train/n01440764/*.JPEG ... val/n03888257/*.JPEG",
             download=342_000_000,
         ),
-        Entry(
+        KnownDataset(
             name="imagenet",
             description="photos, the 1000 classes of ILSVRC 2012",
             train=1_281_167,
@@ -70,7 +89,7 @@ CATALOG = {
             terms="register there; research, not for redistribution",
             layout="train/n01440764/*.JPEG ... val/n15075141/*.JPEG, the validation images sorted into class folders",
         ),
-        Entry(
+        KnownDataset(
             name="flowers",
             description="photos of 5 kinds of flowers (tf_flowers), split 80/20 by us",
             train=3_670,
@@ -79,20 +98,20 @@ CATALOG = {
             terms="Creative Commons Attribution; authors in its LICENSE.txt",
             layout="flower_photos/daisy/*.jpg ... flower_photos/tulips/*.jpg",
         ),
-        Entry(
+        KnownDataset(
             name="cats_vs_dogs",
             description="photos of cats and dogs, split 80/20 by us; some files are damaged and skipped",
             train=25_000,
             test=0,
             origin="https://www.microsoft.com/en-us/download/details.aspx?id=54765",
-            terms="Microsoft Research data licence, in the archive",
+            terms="Microsoft Research data license, in the archive",
             layout="PetImages/Cat/*.jpg, PetImages/Dog/*.jpg",
         ),
     )
 }
 
 
-def entry(name: str) -> Entry:
+def find_dataset(name: str) -> KnownDataset:
     """Return the dataset of this name; refuse any other, with the nearest."""
     if name not in CATALOG:
         raise InputError(f"`name` must be a known dataset; got {name!r}. {nearest(name, list(CATALOG))}")

@@ -25,8 +25,8 @@ FILE = 10_000 * RECORD  # bytes of each file
 def read(
     root: Path, digests: dict[str, str]
 ) -> tuple[UInt8[np.ndarray, "count 3 height width"], Int64[np.ndarray, " count"]]:
-    """Return images and classes of the named files at or below `root`, in file order; refuse any other content."""
-    rows = np.concatenate([_rows(root, name, digest) for name, digest in digests.items()])
+    """Return images and targets of the named files at or below `root`, in file order; refuse any other content."""
+    rows = np.concatenate([_read_records(root, name, digest) for name, digest in digests.items()])
     return rows[:, 1:].reshape(-1, 3, SIDE, SIDE).copy(), rows[:, 0].astype(np.int64)
 
 
@@ -35,7 +35,7 @@ def digest_of(content: bytes) -> str:
     return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
-def found(root: Path, name: str) -> Path | None:
+def find_file(root: Path, name: str) -> Path | None:
     """Look in `root` and two levels below: archives unpack into a folder, transfers into several."""
     for pattern in (name, f"*/{name}", f"*/*/{name}"):
         matches = sorted(root.glob(pattern))
@@ -44,14 +44,14 @@ def found(root: Path, name: str) -> Path | None:
     return None
 
 
-def _rows(root: Path, name: str, digest: str) -> UInt8[np.ndarray, "count record"]:
+def _read_records(root: Path, name: str, digest: str) -> UInt8[np.ndarray, "count record"]:
     """Return the records of one file: a byte for the class, then the red, green and blue plane, row by row."""
     if not root.is_dir():
         raise InputError(
             f"`root` must be a folder that holds CIFAR-10; got {root}. "
             "Fetch it with `patchguard data get cifar10`, or name the folder where you have it."
         )
-    path = found(root, name)
+    path = find_file(root, name)
     if path is None:
         raise InputError(
             f"{name} is not in {root} or the folders below it. Fetch it with `patchguard data get cifar10 --root "

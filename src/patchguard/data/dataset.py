@@ -1,14 +1,15 @@
-"""`Dataset`: labelled images of one size in memory; `Splits`: one part to learn from and one to test on."""
+"""`Dataset`: labeled images of one size in memory; `Splits`; and seeded choices of images."""
 
 from dataclasses import dataclass
 from typing import final
 
+import numpy as np
 import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from patchguard.errors import InputError
-from patchguard.runtime import make_generator
+from patchguard.runtime import derive_seed, make_generator
 
 # Apart from any training seed: runs with other seeds hold out the same images and stay comparable.
 SPLIT_SEED = 0
@@ -32,14 +33,14 @@ class Dataset:
         return self.images.shape[2], self.images.shape[3]
 
     def subset(self, index: Int64[Tensor, " some"] | slice) -> "Dataset":
-        """Return the images at these places, in this order."""
+        """Return the images of these numbers, in this order."""
         return Dataset(self.images[index], self.targets[index], self.class_names)
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """The training and test images: the official ones where a set has them."""
+    """The images to train and to test on: the official ones where a set has them."""
 
     train: Dataset
     test: Dataset
@@ -50,15 +51,31 @@ def hold_out(train: Dataset, count: int) -> tuple[Dataset, Dataset]:
 
     The split is a seeded draw that depends on the numbers of images alone. Both parts keep the official order.
     """
-    learned, held_out = held_out_places(len(train), count)
+    learned, held_out = hold_out_indices(len(train), count)
     return train.subset(learned), train.subset(held_out)
 
 
-def held_out_places(total: int, count: int) -> tuple[Int64[Tensor, " learned"], Int64[Tensor, " held_out"]]:
-    """Return the places, among `total` images, of those to learn from and of `count` held-out ones."""
+def hold_out_indices(total: int, count: int) -> tuple[Int64[Tensor, " learned"], Int64[Tensor, " held_out"]]:
+    """Return the numbers, among `total` images, of those to learn from and of `count` held-out ones."""
     if not 0 <= count < total:
         raise InputError(
             f"`count` of held-out images must leave some to learn from; got {count} of {total}. Hold out fewer."
         )
     order = torch.randperm(total, generator=make_generator(SPLIT_SEED, total))
     return order[count:].sort().values, order[:count].sort().values
+
+
+def sample_evenly(count: int, total: int, seed: int = 0) -> list[int]:
+    """Choose `count` of the numbers 0 .. total - 1, evenly spaced and in order.
+
+    Rule.  Cut the numbers into `count` runs, the i-th from floor(i total / count) to before floor((i+1) total / count),
+           and draw one number from each.
+
+    Over images sorted by class, each class gets its fraction up to one image. The choice depends on the three
+    arguments alone.
+    """
+    if not 0 <= count <= total:
+        raise InputError(f"`count` must be a whole number from 0 to {total}, the images there are; got {count}.")
+    edges = [run * total // count for run in range(count + 1)] if count else [0]
+    draws = np.random.default_rng(derive_seed(seed, total, count)).random(count)
+    return [start + int(draw * (stop - start)) for start, stop, draw in zip(edges[:-1], edges[1:], draws, strict=True)]

@@ -4,8 +4,8 @@ Pillow only decodes; resizing is the project's own. The rule for what a file may
 
     orientation    the EXIF tag is applied; a damaged tag counts as none
     transparency   composited on white
-    16-bit grey    scaled, round(value * 255 / 65535), never clipped; 16-bit colour keeps its upper 8 bits
-    colour         CMYK and others are converted to RGB; embedded profiles are not applied
+    16-bit gray    scaled, round(value * 255 / 65535), never clipped; 16-bit color keeps its upper 8 bits
+    color         CMYK and others are converted to RGB; embedded profiles are not applied
     animation      the first frame
 """
 
@@ -26,8 +26,8 @@ from patchguard.errors import InputError
 from patchguard.runtime import ignore_dependency_warnings
 
 # Checked before any pixel is decoded: a file of some kilobytes may claim to hold terabytes.
-MOST_PIXELS = 100_000_000
-MOST_BYTES = 1 << 30  # of memory, at the peak of decoding one image
+MAX_PIXELS = 100_000_000
+MAX_BYTES = 1 << 30  # of memory, at the peak of decoding one image
 TILE = 1 << 22  # pixels that are converted at once
 
 # Bytes per pixel that Pillow holds of an image in a mode, and that the decoder of a format takes besides, as measured.
@@ -93,7 +93,7 @@ def _decoded(file: io.BufferedReader | io.BytesIO, name: str) -> UInt8[Tensor, "
     with ignore_dependency_warnings():
         try:
             with Image.open(file, formats=_formats()) as image:
-                if image.width * image.height > MOST_PIXELS:
+                if image.width * image.height > MAX_PIXELS:
                     raise Unreadable(name, _too_large(f"{image.width} x {image.height}"))
                 _check_memory(image, max(DECODER.get(image.format or "", 0), OURS))
                 image.load()
@@ -109,17 +109,17 @@ def _decoded(file: io.BufferedReader | io.BytesIO, name: str) -> UInt8[Tensor, "
     return torch.from_numpy(pixels)
 
 
-def _too_large(found: str) -> str:
-    return f"is larger than the limit of {MOST_PIXELS:,} pixels ({found})"
+def _too_large(size: str) -> str:
+    return f"is larger than the limit of {MAX_PIXELS:,} pixels ({size})"
 
 
 def _check_memory(image: Image.Image, besides: int) -> None:
     """Raise where Pillow's pixels and `besides` bytes per pixel are more than decoding may take."""
     needed = image.width * image.height * (STORED.get(image.mode, 4) + besides)
-    if needed > MOST_BYTES:
+    if needed > MAX_BYTES:
         raise Unreadable(
             "",
-            f"takes {needed / 2**30:.2f} GiB to decode, more than the limit of {MOST_BYTES / 2**30:.2f} GiB "
+            f"takes {needed / 2**30:.2f} GiB to decode, more than the limit of {MAX_BYTES / 2**30:.2f} GiB "
             f"({image.width} x {image.height} pixels of {image.mode}, {image.format})",
         )
 
@@ -148,11 +148,11 @@ def _upright(image: Image.Image) -> Image.Image:
     return turned
 
 
-# -- colours -----------------------------------------------------------------------------------------------------------
+# -- colors -----------------------------------------------------------------------------------------------------------
 
 
 def _pixels(image: Image.Image) -> UInt8[np.ndarray, "3 height width"]:
-    """Return the colours, converted tile by tile: what is held between lies in memory for one tile alone."""
+    """Return the colors, converted tile by tile: what is held between lies in memory for one tile alone."""
     pixels = np.empty((3, image.height, image.width), np.uint8)
     columns = min(image.width, TILE)
     rows = max(1, TILE // columns)
@@ -161,11 +161,11 @@ def _pixels(image: Image.Image) -> UInt8[np.ndarray, "3 height width"]:
             bottom, right = min(top + rows, image.height), min(left + columns, image.width)
             whole = (bottom - top, right - left) == (image.height, image.width)
             tile = image if whole else image.crop((left, top, right, bottom))
-            pixels[:, top:bottom, left:right] = _colours(tile).transpose(2, 0, 1)
+            pixels[:, top:bottom, left:right] = _colors(tile).transpose(2, 0, 1)
     return pixels
 
 
-def _colours(image: Image.Image) -> UInt8[np.ndarray, "height width 3"]:
+def _colors(image: Image.Image) -> UInt8[np.ndarray, "height width 3"]:
     if image.mode == "I" or image.mode.startswith("I;16"):
         return _from_16_bits(image)
     if image.mode == "F":
@@ -184,8 +184,8 @@ def _from_16_bits(image: Image.Image) -> UInt8[np.ndarray, "height width 3"]:
     if values.min() < 0 or values.max() > 65535:
         raise Unreadable("", "holds values of more than 16 bits, of which none is known to be white")
     # round(value / 257), since 65535 = 255 * 257; value + 128 would not fit into 16 bits.
-    grey = (values // 257 + (values % 257 > 128)).astype(np.uint8)
+    gray = (values // 257 + (values % 257 > 128)).astype(np.uint8)
     clear = image.info.get("transparency")
     if isinstance(clear, int):
-        grey[values == clear] = 255
-    return np.broadcast_to(grey[..., None], (*grey.shape, 3))
+        gray[values == clear] = 255
+    return np.broadcast_to(gray[..., None], (*gray.shape, 3))

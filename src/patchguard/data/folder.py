@@ -14,10 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
-from patchguard.data.catalog import CATALOG
-from patchguard.data.classes import CATS_VS_DOGS, FLOWERS, IMAGENETTE_BY_WORDNET
-from patchguard.data.dataset import SPLIT_SEED
-from patchguard.data.draw import spread
+from patchguard.data.catalog import CATALOG, CATS_VS_DOGS_CLASSES, FLOWERS_CLASSES, IMAGENETTE_BY_WORDNET
+from patchguard.data.dataset import SPLIT_SEED, sample_evenly
 from patchguard.errors import InputError, nearest
 
 logger = logging.getLogger(__name__)
@@ -27,13 +25,13 @@ EXTENSIONS = (
     *(".tif", ".tiff", ".webp"),
 )
 PARTS = ("train", "val", "test")
-TEST_SHARE = 5  # one image in so many is for testing, where a set has no official split
+TEST_FRACTION = 5  # one image in this many is for testing, where a set has no official split
 
 
 @final
 @dataclass(frozen=True)
 class Listing:
-    """Image files by their names relative to `root`, with forward slashes; `targets` are None without classes."""
+    """Image files by their names below `root`, with forward slashes; `targets` is None where they are not labeled."""
 
     root: Path
     names: tuple[str, ...]
@@ -41,48 +39,48 @@ class Listing:
     class_names: tuple[str, ...]
     ignored: int
 
-    def subset(self, places: Iterable[int]) -> "Listing":
-        """Return the files at these places."""
-        kept = tuple(places)
-        targets = None if self.targets is None else tuple(self.targets[place] for place in kept)
-        return replace(self, names=tuple(self.names[place] for place in kept), targets=targets)
+    def subset(self, indices: Iterable[int]) -> "Listing":
+        """Return the files of these numbers."""
+        chosen = tuple(indices)
+        targets = None if self.targets is None else tuple(self.targets[index] for index in chosen)
+        return replace(self, names=tuple(self.names[index] for index in chosen), targets=targets)
 
 
 def is_image(name: str) -> bool:
-    """Say whether a file of this name is listed."""
+    """Return whether a file of this name is listed."""
     return not name.startswith(".") and name.lower().endswith(EXTENSIONS)
 
 
 # -- any folder --------------------------------------------------------------------------------------------------------
 
 
-def listed(root: Path) -> Listing:
+def list_folder(root: Path) -> Listing:
     """Return the images in a folder: those of its test part, of its class folders, or the images themselves."""
-    prefix = _prefix(root)
-    parts = _parts(root / prefix)
-    return _unsplit(root, prefix) if parts is None else _split(root, prefix, *parts)[1]
+    prefix = _find_prefix(root)
+    parts = _find_parts(root / prefix)
+    return _list_unsplit(root, prefix) if parts is None else _list_parts(root, prefix, *parts)[1]
 
 
-def train_and_test(root: Path) -> tuple[Listing, Listing]:
+def list_splits(root: Path) -> tuple[Listing, Listing]:
     """Return the official parts of a folder, or a seeded choice of 80 % and 20 % of its files where it has none.
 
     The choice is even over the classes and depends on the number of files alone. Both parts keep the sorted order.
     """
-    prefix = _prefix(root)
-    parts = _parts(root / prefix)
+    prefix = _find_prefix(root)
+    parts = _find_parts(root / prefix)
     if parts is not None:
-        return _split(root, prefix, *parts)
-    whole = _unsplit(root, prefix)
+        return _list_parts(root, prefix, *parts)
+    whole = _list_unsplit(root, prefix)
     if whole.targets is None:
         raise InputError(f"{root} must hold one folder per class; it holds images only. Sort them into folders.")
-    if len(whole.names) < TEST_SHARE:
-        raise InputError(f"{root} must hold at least {TEST_SHARE} images to be split; got {len(whole.names)}.")
-    test = spread(len(whole.names) // TEST_SHARE, len(whole.names), SPLIT_SEED)
-    tested = set(test)
-    return whole.subset(place for place in range(len(whole.names)) if place not in tested), whole.subset(test)
+    if len(whole.names) < TEST_FRACTION:
+        raise InputError(f"{root} must hold at least {TEST_FRACTION} images to be split; got {len(whole.names)}.")
+    test = sample_evenly(len(whole.names) // TEST_FRACTION, len(whole.names), SPLIT_SEED)
+    train = sorted({*range(len(whole.names))} - {*test})
+    return whole.subset(train), whole.subset(test)
 
 
-def _prefix(root: Path) -> str:
+def _find_prefix(root: Path) -> str:
     """Return the way into a folder that holds nothing but one folder of folders, as archives often do, or ""."""
     if not root.is_dir():
         raise InputError(f"{root} must be a folder of images; there is none. Check the path.")
@@ -97,20 +95,20 @@ def _prefix(root: Path) -> str:
         prefix = deeper
 
 
-def _parts(folder: Path) -> tuple[str, str] | None:
+def _find_parts(folder: Path) -> tuple[str, str] | None:
     """Return the names of the training and the test part, or None where the folder has no parts."""
-    there = [part for part in PARTS if (folder / part).is_dir()]
-    if not there:
+    parts = [part for part in PARTS if (folder / part).is_dir()]
+    if not parts:
         return None
-    if there == ["train"] or "train" not in there:
+    if parts == ["train"] or "train" not in parts:
         raise InputError(
-            f"{folder} holds {' and '.join(there)}, but {'no test part' if there == ['train'] else 'no train'}. "
-            f"Name the part itself, {folder / there[0]}, or add `train/` and `val/`."
+            f"{folder} holds {' and '.join(parts)}, but {'no test part' if parts == ['train'] else 'no train'}. "
+            f"Name the part itself, {folder / parts[0]}, or add `train/` and `val/`."
         )
-    return "train", there[1]
+    return "train", parts[1]
 
 
-def _unsplit(root: Path, prefix: str) -> Listing:
+def _list_unsplit(root: Path, prefix: str) -> Listing:
     inner = root / prefix
     classes, images = class_folders(inner), _images(inner)
     if classes and images:
@@ -119,7 +117,7 @@ def _unsplit(root: Path, prefix: str) -> Listing:
             f"Move one of them away, or name the images alone: '{inner}/*'."
         )
     if classes:
-        return _labelled(root, prefix, classes)
+        return _list_classes(root, prefix, classes)
     others = sum(1 for name, folder in _entries(inner) if not folder and not is_image(name))
     if not images:
         raise InputError(
@@ -129,32 +127,32 @@ def _unsplit(root: Path, prefix: str) -> Listing:
     return Listing(root, tuple(prefix + name for name in images), None, (), others)
 
 
-def _split(root: Path, prefix: str, train: str, test: str) -> tuple[Listing, Listing]:
+def _list_parts(root: Path, prefix: str, train: str, test: str) -> tuple[Listing, Listing]:
     """The classes are those of the training part; a part without one of them is allowed, with another is not."""
-    learned, tested = root / prefix / train, root / prefix / test
-    classes, there = class_folders(learned), class_folders(tested)
-    strange = sorted(set(there) - set(classes))
-    if not classes or len(strange) == len(there):
-        raise InputError(f"{learned} and {tested} must hold one folder of images per class, of equal names.")
-    if strange:
+    train_folder, test_folder = root / prefix / train, root / prefix / test
+    classes, test_classes = class_folders(train_folder), class_folders(test_folder)
+    unknown = sorted(set(test_classes) - set(classes))
+    if not classes or len(unknown) == len(test_classes):
+        raise InputError(f"{train_folder} and {test_folder} must hold one folder of images per class, of equal names.")
+    if unknown:
         raise InputError(
-            f"{tested} must hold classes of {learned} only; it also has {', '.join(strange[:3])}. "
+            f"{test_folder} must hold classes of {train_folder} only; it also has {', '.join(unknown[:3])}. "
             "Move that away or rename it."
         )
-    return _labelled(root, f"{prefix}{train}/", classes), _labelled(root, f"{prefix}{test}/", classes)
+    return _list_classes(root, f"{prefix}{train}/", classes), _list_classes(root, f"{prefix}{test}/", classes)
 
 
-def _labelled(root: Path, prefix: str, classes: tuple[str, ...]) -> Listing:
+def _list_classes(root: Path, prefix: str, classes: tuple[str, ...]) -> Listing:
     names: list[str] = []
     targets: list[int] = []
     others: list[str] = []
     for target, folder in enumerate(classes):
-        found: list[str] = []
+        images: list[str] = []
         if (root / prefix / folder).is_dir():
             for name in _walk(root / prefix / folder):
-                (found if is_image(name.rpartition("/")[2]) else others).append(f"{prefix}{folder}/{name}")
-        names += sorted(found)
-        targets += [target] * len(found)
+                (images if is_image(name.rpartition("/")[2]) else others).append(f"{prefix}{folder}/{name}")
+        names += sorted(images)
+        targets += [target] * len(images)
     if others:
         logger.info("%s: %d files are hidden or no images and ignored, such as %s", root, len(others), min(others))
     # Folders named by WordNet number get readable names where we know them all.
@@ -210,13 +208,13 @@ def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
 CLASS_FOLDERS: dict[str, tuple[str, ...] | None] = {
     "imagenette": tuple(IMAGENETTE_BY_WORDNET),
     "imagenet": None,
-    "flowers": FLOWERS,
-    "cats_vs_dogs": CATS_VS_DOGS,
+    "flowers": FLOWERS_CLASSES,
+    "cats_vs_dogs": CATS_VS_DOGS_CLASSES,
 }
 IMAGENET_CLASSES = 1000
 
 
-def located(name: str, root: Path) -> Path | None:
+def find_known_set(name: str, root: Path) -> Path | None:
     """Return the folder of a named set: `root` itself, or one up to two levels below it, first by name."""
     if name not in CLASS_FOLDERS:
         raise InputError(f"`name` must be a set of photos; got {name!r}. {nearest(name, list(CLASS_FOLDERS))}")
@@ -232,27 +230,27 @@ def _is_set(name: str, path: Path) -> bool:
     split = CATALOG[name].test > 0
     if split and not all((path / part).is_dir() for part in ("train", "val")):
         return False
-    there, expected = subfolders(path / "train" if split else path), CLASS_FOLDERS[name]
+    folders, expected = subfolders(path / "train" if split else path), CLASS_FOLDERS[name]
     if expected is not None:
-        return there == expected
-    return len(there) == IMAGENET_CLASSES and all(each[0] == "n" and each[1:].isdigit() for each in there)
+        return folders == expected
+    return len(folders) == IMAGENET_CLASSES and all(each[0] == "n" and each[1:].isdigit() for each in folders)
 
 
-def named_parts(name: str, root: Path) -> tuple[Listing, Listing]:
+def list_known_set(name: str, root: Path) -> tuple[Listing, Listing]:
     """Return the training and test files of a named set; log a warning that counts what is missing."""
-    folder, entry = located(name, root), CATALOG[name]
+    folder, dataset = find_known_set(name, root), CATALOG[name]
     if folder is None:
         raise InputError(
-            f"{name} is not in {root} or the folders below it. Get it from {entry.origin} and lay it out as "
-            f"{entry.layout}."
+            f"{name} is not in {root} or the folders below it. Get it from {dataset.origin} and lay it out as "
+            f"{dataset.layout}."
         )
-    train, test = train_and_test(folder)
-    expected = (entry.train, entry.test) if entry.test else (entry.train,)
-    found = (len(train.names), len(test.names)) if entry.test else (len(train.names) + len(test.names),)
-    for part, count, images in zip(("training ", "test "), found, expected, strict=False):
-        if count != images:
-            kind = part if entry.test else ""
+    train, test = list_splits(folder)
+    counts = {"": (len(train.names) + len(test.names), dataset.train)}
+    if dataset.test:
+        counts = {"training ": (len(train.names), dataset.train), "test ": (len(test.names), dataset.test)}
+    for part, (count, whole) in counts.items():
+        if count != whole:
             logger.warning(
-                "%s: %s %simages are in %s; the whole set has %s", name, f"{count:,}", kind, folder, f"{images:,}"
+                "%s: %s %simages are in %s; the whole set has %s", name, f"{count:,}", part, folder, f"{whole:,}"
             )
     return train, test

@@ -6,8 +6,8 @@ from torch import Tensor
 from patchguard.errors import InputError
 
 
-def check_images(images: Tensor) -> None:
-    """Raise unless `images` is a batch of at least one colour image with finite pixels in [0, 1]."""
+def validate_images(images: Tensor) -> None:
+    """Raise unless `images` is a batch of at least one color image with finite pixels in [0, 1]."""
     if not isinstance(images, Tensor):
         raise InputError(
             f"`images` must be a torch tensor (batch, 3, height, width); got {type(images).__name__}. "
@@ -36,5 +36,5 @@ def check_images(images: Tensor) -> None:
             raise InputError("`images` must be finite; got NaN. Find the image that holds it and load it anew.")
         raise InputError(
             f"`images` must lie in [0, 1]; got {low:.3g} to {high:.3g}. "
-            "Divide 8-bit pixels by 255; the model normalises itself."
+            "Divide 8-bit pixels by 255; the model normalizes itself."
         )

@@ -1,23 +1,25 @@
-"""Images of a source at one size: all of them in memory, or batch by batch from worker processes."""
+"""Images of a source, decoded by threads ahead of use: one by one, in batches, or all of them in memory.
+
+Pillow decodes and torch resizes outside of Python's lock, so threads suffice on every platform.
+"""
 
 import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
-from typing import final
+from pathlib import Path
 
 import torch
 from jaxtyping import Int64, UInt8
 from torch import Tensor
-from torch.utils.data import DataLoader
-from torch.utils.data import Dataset as Items
 
-from patchguard.data.dataset import Dataset
+from patchguard.data import cifar10
+from patchguard.data.catalog import CIFAR10_CLASSES
+from patchguard.data.dataset import Dataset, Splits
 from patchguard.data.decode import Unreadable
-from patchguard.data.source import Source
+from patchguard.data.source import Source, open_splits
 from patchguard.errors import InputError
 from patchguard.geometry.preprocess import Preprocess, Resize
 from patchguard.runtime import make_generator
@@ -27,10 +29,13 @@ logger = logging.getLogger(__name__)
 Skipped = tuple[tuple[str, str], ...]
 Batch = tuple[UInt8[Tensor, "batch 3 height width"], Int64[Tensor, " batch"]]
 
+PHOTO_SIZE = (224, 224)
+IMAGES_AHEAD = 4  # per thread
+BATCHES_AHEAD = 2
 NAMED = 3  # unreadable images that a warning names
 
 
-def resized(image: UInt8[Tensor, "3 _ _"], size: tuple[int, int]) -> UInt8[Tensor, "3 height width"]:
+def resize_image(image: UInt8[Tensor, "3 _ _"], size: tuple[int, int]) -> UInt8[Tensor, "3 height width"]:
     """Return an image squeezed or stretched to `size`, rounded to 8 bits; untouched if it has that size already."""
     if tuple(image.shape[1:]) == size:
         return image
@@ -38,61 +43,32 @@ def resized(image: UInt8[Tensor, "3 _ _"], size: tuple[int, int]) -> UInt8[Tenso
     return (pixels[0] * 255).round().to(torch.uint8)
 
 
-def decoded(
-    source: Source, workers: int | None = None, size: tuple[int, int] | None = None
+def iterate_images(
+    source: Source, workers: int | None = None, size: tuple[int, int] | None = None, *, ahead: int = 0
 ) -> Iterator[Tensor | Unreadable]:
-    """Yield every image of a source in order, or why it cannot be read, decoded by `workers` threads ahead of use.
+    """Yield every image of a source in order, or why it cannot be read.
 
-    Images come at their own size, or at `size`. Pillow decodes outside of Python's lock, so threads do. No more than a
-    few images per thread are held at a time.
+    Images come at their own size, or at `size`. `workers` threads decode, by default one per processor, and hold at
+    most `ahead` images that nobody has asked for yet, by default four per thread; 0 threads decode on demand.
     """
-    threads = _workers(workers)
+    threads = _worker_count(workers)
+    indices = iter(range(len(source)))
     if threads == 0:
-        yield from (_attempt(source, place, size) for place in range(len(source)))
+        yield from (_read(source, index, size) for index in indices)
         return
-    waiting: deque[Future[Tensor | Unreadable]] = deque()
+    pending: deque[Future[Tensor | Unreadable]] = deque()
     with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
         try:
-            places = iter(range(len(source)))
-            waiting.extend(pool.submit(_attempt, source, place, size) for place in islice(places, 4 * threads))
-            while waiting:
-                yield waiting.popleft().result()
-                waiting.extend(pool.submit(_attempt, source, place, size) for place in islice(places, 1))
+            first = islice(indices, max(ahead, IMAGES_AHEAD * threads))
+            pending.extend(pool.submit(_read, source, index, size) for index in first)
+            while pending:
+                yield pending.popleft().result()
+                pending.extend(pool.submit(_read, source, index, size) for index in islice(indices, 1))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def loaded(
-    source: Source,
-    *,
-    size: tuple[int, int],
-    workers: int | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> tuple[Dataset, Skipped]:
-    """Return all images of a labelled source at one size, and name and reason of those that cannot be read.
-
-    Those are left out, with one warning in the log. `progress` is told the number of images done so far. `workers` are
-    threads: by default one per processor.
-    """
-    targets = _targets(source)
-    _check_size(size)
-    _check_memory(len(source) * 3 * size[0] * size[1])
-    images = torch.empty((len(source), 3, *size), dtype=torch.uint8)
-    kept: list[int] = []
-    skipped: list[tuple[str, str]] = []
-    for place, image in enumerate(decoded(source, workers, size)):
-        if isinstance(image, Unreadable):
-            skipped.append((source.names[place], image.reason))
-        else:
-            images[len(kept)] = image
-            kept.append(place)
-        if progress is not None:
-            progress(place + 1)
-    _report(skipped, len(source))
-    return Dataset(images[: len(kept)], targets[kept], source.class_names), tuple(skipped)
-
-
-def batches(
+def iterate_batches(
     source: Source,
     *,
     size: tuple[int, int],
@@ -101,85 +77,106 @@ def batches(
     seed: int | None = 0,
     epoch: int = 0,
 ) -> Iterator[Batch]:
-    """Yield images and targets of a labelled source that need not fit into memory, decoded in worker processes.
+    """Yield images and targets of a labeled source that need not fit into memory.
 
     The order is a shuffle that depends on `seed`, `epoch` and the number of images alone, or the source's own where
     `seed` is None. Images that cannot be read are left out, with one warning in the log at the end; every batch but
-    the last is full all the same. `workers` is by default one per processor; 0 decodes in this process.
+    the last is full all the same.
     """
-    targets = _targets(source)
+    targets = _target_tensor(source)
     _check_size(size)
     if batch_size < 1:
         raise InputError(f"`batch_size` must be a whole number, 1 or more; got {batch_size}.")
+    _worker_count(workers)
     count = len(source)
     order = torch.arange(count) if seed is None else torch.randperm(count, generator=make_generator(seed, epoch, count))
-    return _batches(source, targets, order, size, batch_size, _workers(workers))
+    return _iterate_batches(source.subset(order.tolist()), targets[order], size, batch_size, workers)
 
 
-def _batches(
-    source: Source,
-    targets: Int64[Tensor, " count"],
-    order: Int64[Tensor, " count"],
-    size: tuple[int, int],
-    batch_size: int,
-    workers: int,
+def _iterate_batches(
+    source: Source, targets: Int64[Tensor, " count"], size: tuple[int, int], batch_size: int, workers: int | None
 ) -> Iterator[Batch]:
-    starts = range(0, len(order), batch_size)
-    chunks = _Chunks(source, tuple(order[start : start + batch_size] for start in starts), size)
-    loader = DataLoader(chunks, batch_size=None, num_workers=workers, collate_fn=_as_it_is)
-    images, places = torch.empty((0, 3, *size), dtype=torch.uint8), torch.empty(0, dtype=torch.int64)
     skipped: list[tuple[str, str]] = []
-    for more, more_places, more_skipped in loader:
-        skipped += more_skipped
-        images = torch.cat([images, more]) if len(images) else more
-        places = torch.cat([places, more_places])
-        if len(images) >= batch_size:
-            yield images[:batch_size], targets[places[:batch_size]]
-            images, places = images[batch_size:], places[batch_size:]
-    if len(images):
-        yield images, targets[places]
-    _report(skipped, len(source))
+    images: list[Tensor] = []
+    indices: list[int] = []
+    for index, image in enumerate(iterate_images(source, workers, size, ahead=BATCHES_AHEAD * batch_size)):
+        if isinstance(image, Unreadable):
+            skipped.append((source.names[index], image.reason))
+            continue
+        images.append(image)
+        indices.append(index)
+        if len(images) == batch_size:
+            yield torch.stack(images), targets[indices]
+            images, indices = [], []
+    if images:
+        yield torch.stack(images), targets[indices]
+    _report_skipped(skipped, len(source))
 
 
-@final
-@dataclass(frozen=True)
-class _Chunks(Items[tuple[Tensor, Tensor, list[tuple[str, str]]]]):
-    """What a worker process makes of the places it is given: images, their places, and what it could not read."""
+def load_images(
+    source: Source,
+    *,
+    size: tuple[int, int],
+    workers: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> tuple[Dataset, Skipped]:
+    """Return all images of a labeled source at one size, and name and reason of those that cannot be read.
 
-    source: Source
-    places: tuple[Tensor, ...]
-    size: tuple[int, int]
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def __getitem__(self, chunk: int) -> tuple[Tensor, Tensor, list[tuple[str, str]]]:
-        images = torch.empty((len(self.places[chunk]), 3, *self.size), dtype=torch.uint8)
-        kept: list[int] = []
-        skipped: list[tuple[str, str]] = []
-        for place in self.places[chunk].tolist():
-            image = _attempt(self.source, place, self.size)
-            if isinstance(image, Unreadable):
-                skipped.append((self.source.names[place], image.reason))
-            else:
-                images[len(kept)] = image
-                kept.append(place)
-        return images[: len(kept)], torch.tensor(kept, dtype=torch.int64), skipped
-
-
-def _as_it_is(chunk: object) -> object:
-    return chunk
+    Those are left out, with one warning in the log. `progress` is told the number of images done so far.
+    """
+    targets = _target_tensor(source)
+    _check_size(size)
+    _check_memory(len(source) * 3 * size[0] * size[1])
+    images = torch.empty((len(source), 3, *size), dtype=torch.uint8)
+    readable: list[int] = []
+    skipped: list[tuple[str, str]] = []
+    for index, image in enumerate(iterate_images(source, workers, size)):
+        if isinstance(image, Unreadable):
+            skipped.append((source.names[index], image.reason))
+        else:
+            images[len(readable)] = image
+            readable.append(index)
+        if progress is not None:
+            progress(index + 1)
+    _report_skipped(skipped, len(source))
+    return Dataset(images[: len(readable)], targets[readable], source.class_names), tuple(skipped)
 
 
-def _attempt(source: Source, place: int, size: tuple[int, int] | None) -> Tensor | Unreadable:
+def load_splits(
+    name: str, root: str | Path, *, size: tuple[int, int] | None = None, workers: int | None = None
+) -> Splits:
+    """Return training and test images of the dataset `name`, from files at or below `root`, in the official order.
+
+    `folder` is any folder with a folder per class, or with `train/` and `val/` of those. Photos are brought to `size`,
+    by default 224 x 224; CIFAR-10 is checked against the official digests and stays as it is.
+    """
+    if name == "cifar10":
+        if size not in (None, (cifar10.SIDE, cifar10.SIDE)):
+            raise InputError(
+                f"`size` of cifar10 must be 32 x 32; got {size}. Let the model's preprocessing enlarge the images, so "
+                "that patches are counted in source pixels."
+            )
+        train, test = (_load_cifar10(Path(root), digests) for digests in (cifar10.TRAIN, cifar10.TEST))
+    else:
+        sources = open_splits(name, root)
+        train, test = (load_images(source, size=size or PHOTO_SIZE, workers=workers)[0] for source in sources)
+    return Splits(train, test)
+
+
+def _load_cifar10(root: Path, digests: dict[str, str]) -> Dataset:
+    images, targets = cifar10.read(root, digests)
+    return Dataset(torch.from_numpy(images), torch.from_numpy(targets), CIFAR10_CLASSES)
+
+
+def _read(source: Source, index: int, size: tuple[int, int] | None) -> Tensor | Unreadable:
     try:
-        image = source.read(place)
+        image = source.read(index)
     except Unreadable as error:
         return error
-    return image if size is None else resized(image, size)
+    return image if size is None else resize_image(image, size)
 
 
-def _report(skipped: list[tuple[str, str]], total: int) -> None:
+def _report_skipped(skipped: list[tuple[str, str]], total: int) -> None:
     if not skipped:
         return
     first = "; ".join(f"{name} {reason}" for name, reason in skipped[:NAMED])
@@ -192,9 +189,9 @@ def _report(skipped: list[tuple[str, str]], total: int) -> None:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _targets(source: Source) -> Int64[Tensor, " count"]:
+def _target_tensor(source: Source) -> Int64[Tensor, " count"]:
     if source.targets is None:
-        raise InputError("`source` must have classes to learn or to measure by. Sort the images into one folder each.")
+        raise InputError("`source` must be labeled. Sort the images into one folder per class.")
     return torch.tensor(source.targets, dtype=torch.int64)
 
 
@@ -210,11 +207,11 @@ def _check_memory(needed: int) -> None:
     if needed > memory:
         raise InputError(
             f"the images take {needed / 2**30:.0f} GiB and this machine has {memory / 2**30:.0f} GiB. "
-            "Read them with `patchguard.data.loading.batches`, limit their number, or take a smaller `size`."
+            "Read them with `patchguard.data.loading.iterate_batches`, limit their number, or take a smaller `size`."
         )
 
 
-def _workers(workers: int | None) -> int:
+def _worker_count(workers: int | None) -> int:
     if workers is None:
         return os.cpu_count() or 1
     if workers < 0:

@@ -3,7 +3,6 @@
 import glob
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path, PurePath
 from typing import final
 
@@ -12,18 +11,13 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from patchguard.data import cifar10, folder, sample
-from patchguard.data.catalog import CATALOG, data_root
-from patchguard.data.classes import CIFAR10
+from patchguard.data.catalog import CATALOG, CIFAR10_CLASSES, data_root
+from patchguard.data.dataset import sample_evenly
 from patchguard.data.decode import Unreadable, decode
-from patchguard.data.draw import spread
 from patchguard.data.folder import Listing
 from patchguard.errors import InputError, nearest
-from patchguard.geometry.preprocess import Preprocess
 
-
-def unchanging(place: int) -> str:
-    """Return the state of an image that cannot change."""
-    return ""
+DATASETS = ("cifar10", *folder.CLASS_FOLDERS, "folder")  # those with a training part
 
 
 @final
@@ -32,11 +26,9 @@ class Source:
     """Images with or without true classes, each read when it is asked for and at its own size.
 
     `names[i]` says which image i is: its path below the root, with forward slashes, or `test/00012` for image 12 of the
-    test set of CIFAR-10. `state(i)` changes when the file behind it does (its size and time); it is empty for sets
-    whose contents are checked by digest. `targets` is None where there are no classes. `read(i)` returns 8-bit pixels
-    (3, height, width) or raises `Unreadable`. `ignored` counts files that were passed over as no images.
-
-    A source can be pickled, and so be used by worker processes.
+    test set of CIFAR-10. `targets` is None where images are not labeled. `read(i)` returns 8-bit pixels (3, height,
+    width) or raises `Unreadable`. `ignored` counts files that were passed over as no images. `fingerprint(i)` changes
+    when the file behind image i does (its size and time); it is empty for sets whose contents are checked by digest.
     """
 
     names: tuple[str, ...]
@@ -44,32 +36,40 @@ class Source:
     class_names: tuple[str, ...]
     read: Callable[[int], Tensor]
     ignored: int = 0
-    state: Callable[[int], str] = unchanging
+    fingerprint: Callable[[int], str] = lambda index: ""
 
     def __len__(self) -> int:
         return len(self.names)
 
-    def subset(self, places: Iterable[int]) -> "Source":
-        """Return the images at these places, in this order."""
-        kept = tuple(places)
-        return Source(
-            names=tuple(self.names[place] for place in kept),
-            targets=None if self.targets is None else tuple(self.targets[place] for place in kept),
-            class_names=self.class_names,
-            read=partial(_read_at, self.read, kept),
-            ignored=self.ignored,
-            state=partial(_state_at, self.state, kept),
+    def subset(self, indices: Iterable[int]) -> "Source":
+        """Return the images of these numbers, in this order."""
+        chosen = tuple(indices)
+        return replace(
+            self,
+            names=tuple(self.names[index] for index in chosen),
+            targets=None if self.targets is None else tuple(self.targets[index] for index in chosen),
+            read=lambda index: self.read(chosen[index]),
+            fingerprint=lambda index: self.fingerprint(chosen[index]),
         )
 
-    def limited(self, count: int, seed: int = 0) -> "Source":
-        """Return `count` images, or all where there are fewer: the seeded, even choice of `spread`, in order."""
+    def limit(self, count: int, seed: int = 0) -> "Source":
+        """Return `count` evenly spaced images, by `sample_evenly`, or all where there are fewer."""
         if count < 1:
             raise InputError(f"`limit` must be a whole number, 1 or more; got {count}.")
-        return self if count >= len(self) else self.subset(spread(count, len(self), seed))
+        return self if count >= len(self) else self.subset(sample_evenly(count, len(self), seed))
 
-    def prepared(self, preprocess: Preprocess) -> "Source":
+    def preprocess(self, preprocess: Callable[[Tensor], Tensor]) -> "Source":
         """Return the images as `preprocess` leaves them, rounded to 8 bits."""
-        return replace(self, read=partial(_read_prepared, self.read, self.names, preprocess))
+
+        def read(index: int) -> UInt8[Tensor, "3 height width"]:
+            image = self.read(index)
+            try:
+                pixels = preprocess(image[None].float() / 255)[0]
+            except InputError as error:
+                raise Unreadable(self.names[index], f"cannot be prepared: {str(error).rstrip('.')}") from None
+            return (pixels * 255).round().to(torch.uint8)
+
+        return replace(self, read=read)
 
 
 def open_source(what: str | Path, root: str | Path | None = None) -> Source:
@@ -77,9 +77,9 @@ def open_source(what: str | Path, root: str | Path | None = None) -> Source:
 
         sample                        the embedded images
         cifar10, imagenette, ...      the test part of a known set, from files at or below `root`
-        a folder                      its images; with classes if it holds a folder per class, and of `train/` and
+        a folder                      its images; labeled if it holds a folder per class, and of `train/` and
                                       `val/` (or `test/`) only the latter
-        a pattern, photos/*.jpg       the images it matches, without classes
+        a pattern, photos/*.jpg       the images it matches, not labeled
         a file                        that one image
 
     A known name wins over a folder of that name; write ./sample for the folder. `root` is by default
@@ -88,33 +88,55 @@ def open_source(what: str | Path, root: str | Path | None = None) -> Source:
     name, path = str(what), Path(what).expanduser()
     if name == "sample":
         embedded = sample.load()
-        return _numbered(embedded.images, sample.positions().tolist(), embedded.targets)
+        return _from_test_set(embedded.images, sample.test_indices().tolist(), embedded.targets)
     if name == "cifar10":
         images, targets = cifar10.read(data_root(root), cifar10.TEST)
-        return _numbered(torch.from_numpy(images), list(range(len(images))), torch.from_numpy(targets))
+        return _from_test_set(torch.from_numpy(images), range(len(images)), torch.from_numpy(targets))
     if name in CATALOG:
-        return of_listing(folder.named_parts(name, data_root(root))[1])
+        return _from_listing(folder.list_known_set(name, data_root(root))[1])
     if path.is_dir():
-        return of_listing(folder.listed(path))
+        return _from_listing(folder.list_folder(path))
     if path.is_file():
-        return of_listing(Listing(path.parent, (path.name,), None, (), 0))
+        return _from_listing(Listing(path.parent, (path.name,), None, (), 0))
     if glob.has_magic(name):
-        return of_listing(_matched(str(path)))
+        return _from_listing(_match_pattern(str(path)))
     if len(PurePath(name).parts) > 1 or name.startswith("."):
         raise InputError(f"no folder or file of images is at {name}. Check the path.")
     raise InputError(f"`{name}` is neither a folder, a file nor a known set of images. {nearest(name, list(CATALOG))}")
 
 
-def of_listing(listing: Listing) -> Source:
-    """Return the images of a listing."""
-    read = partial(_read_file, str(listing.root), listing.names)
-    state = partial(_state_of_file, str(listing.root), listing.names)
-    return Source(listing.names, listing.targets, listing.class_names, read, listing.ignored, state)
+def open_splits(name: str, root: str | Path) -> tuple[Source, Source]:
+    """Return the training and test images of a set of photos, or of `folder`, the folder `root` itself.
+
+    Where a set has no official split, a seeded fifth of its files is for testing. Nothing is decoded yet.
+    """
+    if name not in DATASETS:
+        raise InputError(f"`name` must be a known dataset; got {name!r}. {nearest(name, list(DATASETS))}")
+    path = Path(root)
+    train, test = folder.list_splits(path) if name == "folder" else folder.list_known_set(name, path)
+    return _from_listing(train), _from_listing(test)
 
 
-def _matched(pattern: str) -> Listing:
+def _from_listing(listing: Listing) -> Source:
+    def read(index: int) -> UInt8[Tensor, "3 height width"]:
+        try:
+            return decode(listing.root / listing.names[index])
+        except Unreadable as error:
+            raise Unreadable(listing.names[index], error.reason) from None
+
+    def fingerprint(index: int) -> str:
+        try:
+            file = (listing.root / listing.names[index]).stat()
+        except OSError:
+            return "gone"
+        return f"{file.st_size} {file.st_mtime_ns}"
+
+    return Source(listing.names, listing.targets, listing.class_names, read, listing.ignored, fingerprint)
+
+
+def _match_pattern(pattern: str) -> Listing:
     parts = PurePath(pattern).parts
-    fixed = next(place for place, part in enumerate(parts) if glob.has_magic(part))
+    fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
     root = Path(*parts[:fixed])
     matches = [Path(match) for match in glob.iglob(pattern, recursive=True)]
     files = [match for match in matches if not match.is_dir()]
@@ -126,49 +148,8 @@ def _matched(pattern: str) -> Listing:
     return Listing(root, tuple(names), None, (), len(files) - len(names))
 
 
-def _numbered(
-    images: UInt8[Tensor, "count 3 height width"], places: list[int], targets: Int64[Tensor, " count"]
+def _from_test_set(
+    images: UInt8[Tensor, "count 3 height width"], indices: Iterable[int], targets: Int64[Tensor, " count"]
 ) -> Source:
-    names = tuple(f"test/{place:05d}" for place in places)
-    return Source(names, tuple(targets.tolist()), CIFAR10, partial(_read_row, images))
-
-
-# At module level, so that they can be pickled.
-
-
-def _read_file(root: str, names: tuple[str, ...], place: int) -> UInt8[Tensor, "3 height width"]:
-    try:
-        return decode(Path(root) / names[place])
-    except Unreadable as error:
-        raise Unreadable(names[place], error.reason) from None
-
-
-def _state_of_file(root: str, names: tuple[str, ...], place: int) -> str:
-    try:
-        found = (Path(root) / names[place]).stat()
-    except OSError:
-        return "gone"
-    return f"{found.st_size} {found.st_mtime_ns}"
-
-
-def _state_at(state: Callable[[int], str], places: tuple[int, ...], place: int) -> str:
-    return state(places[place])
-
-
-def _read_row(images: UInt8[Tensor, "count 3 height width"], place: int) -> UInt8[Tensor, "3 height width"]:
-    return images[place]
-
-
-def _read_prepared(
-    read: Callable[[int], Tensor], names: tuple[str, ...], preprocess: Preprocess, place: int
-) -> UInt8[Tensor, "3 height width"]:
-    image = read(place)
-    try:
-        pixels = preprocess(image[None].float() / 255)[0]
-    except InputError as error:
-        raise Unreadable(names[place], f"cannot be prepared: {str(error).rstrip('.')}") from None
-    return (pixels * 255).round().to(torch.uint8)
-
-
-def _read_at(read: Callable[[int], Tensor], places: tuple[int, ...], place: int) -> UInt8[Tensor, "3 height width"]:
-    return read(places[place])
+    names = tuple(f"test/{index:05d}" for index in indices)
+    return Source(names, tuple(targets.tolist()), CIFAR10_CLASSES, lambda index: images[index])

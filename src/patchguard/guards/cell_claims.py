@@ -38,9 +38,7 @@ def claim_cells(
     preprocess: Preprocess,
 ) -> Claim:
     """Return the claim about one image, whose evidence and certificate these are."""
-    if not defense.checkable:
-        known = ", ".join(name for name, each in DEFENSES.items() if each.checkable)
-        raise InputError(f"certificate files know {known}; got {type(defense).__name__}.")
+    require_checkable(defense)
     masks: Windows | None = getattr(defense, "masks", None)
     if patch.count != 1 or windows.count != 1 or (masks is not None and masks.count != 1):
         raise InputError(f"certificate files are about one patch and single masks; got a patch count of {patch.count}.")
@@ -61,6 +59,13 @@ def claim_cells(
     }
     digests = {"preprocess": preprocess_digest(preprocess), "evidence": hashlib.sha256(array).hexdigest()}
     return Claim(entries, digests, array)
+
+
+def require_checkable(defense: Defense[Any]) -> None:
+    """Raise unless verify.py recomputes certificates of such a rule."""
+    if not defense.checkable:
+        known = ", ".join(name for name, each in DEFENSES.items() if each.checkable)
+        raise InputError(f"certificate files must be about one of {known}; got {type(defense).__name__}.")
 
 
 def _layers(evidence: EvidenceMap, settings: Evidence) -> np.ndarray:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 
-from patchguard.data.images import check_images
+from patchguard.data.images import validate_images
 from patchguard.defenses.ties import argmax, argmin
 from patchguard.errors import InputError
 from patchguard.geometry.preprocess import Preprocess
@@ -213,7 +213,7 @@ class IntervalGuard(Guard):
 
     def _check(self, images: Images) -> tuple[torch.device, int]:
         """Check the images; return the device of the network and how many images it takes at once there."""
-        check_images(images)
+        validate_images(images)
         self.model.check_size(*images.shape[2:])
         device, _ = device_and_dtype(self.model)
         at_once = PIXELS_AT_ONCE.get(device.type, PIXELS_AT_ONCE["cuda"]) // self.model.side**2

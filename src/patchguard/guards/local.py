@@ -22,7 +22,7 @@ from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from patchguard import verify
-from patchguard.data.images import check_images
+from patchguard.data.images import validate_images
 from patchguard.defenses import Undefended
 from patchguard.defenses.base import Defense, Proof
 from patchguard.defenses.evidence import Evidence, EvidenceMap, Kind
@@ -51,7 +51,7 @@ from patchguard.guard import (
     concatenate,
     move,
 )
-from patchguard.guards.cell_claims import claim_cells, compare_cells, rule_to_json
+from patchguard.guards.cell_claims import claim_cells, compare_cells, require_checkable, rule_to_json
 from patchguard.guards.cell_proofs import CellProofs
 from patchguard.guards.identity import compute_digest, describe_model
 from patchguard.models.base import LocalModel
@@ -322,6 +322,10 @@ class LocalGuard(Guard, Generic[Proof]):
             preprocess=self.preprocess,
         )
 
+    def validate_claims(self) -> None:
+        """Raise unless verify.py knows the defense."""
+        require_checkable(self.defense)
+
     def compare_claim(self, claim: dict[str, Any], array: Any, pixels: UInt8[Tensor, "3 height width"]) -> str | None:
         """As `compare_cells` says."""
         if claim["format"] != verify.FORMAT:
@@ -365,6 +369,10 @@ class LocalGuard(Guard, Generic[Proof]):
         """Move the model to a device."""
         self.model.to(device)
         return self
+
+    def to_network_pixels(self, images: Images) -> Float[Tensor, "batch 3 rows columns"]:
+        """Return the images as `preprocess` leaves them."""
+        return self.preprocess(images)
 
     def without_preprocess(self) -> "LocalGuard[Proof]":
         """Return the guard for images that are already preprocessed: patches then live in network pixels."""
@@ -412,7 +420,7 @@ class LocalGuard(Guard, Generic[Proof]):
 
         A network without a field may answer; for `proving`, it is refused before it runs.
         """
-        check_images(images)
+        validate_images(images)
         device, dtype = device_and_dtype(self.model)
         height, width = self.preprocess.output_size(*images.shape[-2:])
         self.model.check_size(height, width)

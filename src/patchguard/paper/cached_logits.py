@@ -30,15 +30,16 @@ from numpy.lib.format import open_memmap
 from torch import Tensor
 
 from patchguard import runtime
+from patchguard.data.dataset import sample_evenly
 from patchguard.data.decode import Unreadable
-from patchguard.data.draw import spread
-from patchguard.data.loading import decoded
+from patchguard.data.loading import iterate_images
 from patchguard.data.source import Source
 from patchguard.errors import InputError
 from patchguard.geometry.preprocess import Preprocess
 from patchguard.geometry.windows import Windows
 from patchguard.guards.local import LocalGuard
 from patchguard.patch import Patch, Space
+from patchguard.storage.atomic import replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +195,7 @@ def prepared_batches(
     """Yield batches of the images that can be read, as the network sees them, with their indices in the source."""
     indices: list[int] = []
     images: list[Tensor] = []
-    for index, image in enumerate(decoded(source)):
+    for index, image in enumerate(iterate_images(source)):
         if isinstance(image, Unreadable):
             logger.warning("left out: %s", image)
         else:
@@ -208,7 +209,7 @@ def prepared_batches(
 
 
 def _image_size(source: Source, prepare: Preprocess | None) -> tuple[int, int]:
-    for image in decoded(source, workers=0):
+    for image in iterate_images(source, workers=0):
         if not isinstance(image, Unreadable):
             height, width = image.shape[1], image.shape[2]
             return (height, width) if prepare is None else prepare.output_size(height, width)
@@ -249,7 +250,7 @@ def _write(
 ) -> None:
     """Compute and write a folder block by block; blocks that an earlier process finished are used again."""
     parts = folder.with_name(f".{folder.name}.parts")
-    sample = set(spread(min(SAMPLE, total), total))
+    sample = set(sample_evenly(min(SAMPLE, total), total))
     try:
         parts.mkdir(parents=True, exist_ok=True)
         paths = []
@@ -284,10 +285,8 @@ def _write_block(path: Path, block: Block | None, sample: set[int], model: str) 
         exact = block.local_logits[chosen].float()
         arrays = {"maps": half.numpy(), "targets": block.targets.numpy(), "exact": exact.numpy()}
         arrays["chosen"] = np.array(chosen, dtype=np.int64)
-    draft = path.with_suffix(f".{os.getpid()}.draft")
-    with open(draft, "wb") as file:
+    with replace_file(path) as draft, open(draft, "wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
-    os.replace(draft, path)
 
 
 def _join_blocks(folder: Path, about: Mapping[str, Any], paths: Sequence[Path]) -> None:

@@ -26,9 +26,9 @@ from patchguard.paper.counting import (
     sum_over_batches,
 )
 from patchguard.paper.experiment import TITLES, Missing, Result, Row, Value
-from patchguard.paper.fast_certificates import SIGNED, Query
 from patchguard.paper.networks import Network
-from patchguard.runs import metrics
+from patchguard.paper.query import SIGNED, Query
+from patchguard.runs.metrics import proportion
 
 PLAIN = Query(evidence=SIGNED, defense=Undefended())
 CLIPS = ((None, None), (0.0, None), (0.0, 50.0), (0.0, 15.0), (0.0, 5.0))
@@ -142,6 +142,6 @@ def measure_invariance(logits: CachedLogits, device: torch.device) -> dict[str, 
     for side in SIDES:
         pairs = len(logits) * (len(windows[side]) if side else 1)
         numbers["Masked accuracy"].append(100 * counts[side, "correct"] / pairs)
-        numbers["% images"].append(metrics.share(counts[side, "images"], len(logits)))
+        numbers["% images"].append(proportion(counts[side, "images"], len(logits)))
         numbers["% windows per image"].append(100 * counts[side, "changed"] / pairs)
     return numbers

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from patchguard import runtime
 from patchguard.data.catalog import data_root
+from patchguard.data.dataset import sample_evenly
 from patchguard.data.decode import Unreadable
-from patchguard.data.draw import spread
-from patchguard.data.loading import decoded
+from patchguard.data.loading import iterate_images
 from patchguard.data.source import Source, open_source
 from patchguard.errors import InputError
 from patchguard.geometry.preprocess import CenterCrop, Preprocess, Resize
@@ -26,7 +26,7 @@ from patchguard.models import REGISTRY
 from patchguard.paper import cached_logits
 from patchguard.paper.cached_logits import CachedLogits, open_logits
 from patchguard.paper.experiment import Missing
-from patchguard.runs.job import matched
+from patchguard.runs.images import align_classes
 from patchguard.storage import zoo
 from patchguard.storage.presets import PRESETS
 from patchguard.storage.published_models import ZOO
@@ -116,7 +116,7 @@ class Context:
     def images(self, dataset: str) -> Source:
         """Return the labeled test images of a dataset; `Missing` where its files are not there."""
         source = self._all_images(dataset)
-        return source if self.limit is None else source.limited(self.limit, self.seed)
+        return source if self.limit is None else source.limit(self.limit, self.seed)
 
     def _all_images(self, dataset: str) -> Source:
         try:
@@ -133,13 +133,17 @@ class Context:
         Photos are prepared first, so that a patch lies in the network's input. `limit` overrides the context's.
         """
         guard, prepare = self._prepared_guard(name, dataset)
-        source, limit = matched(self._all_images(dataset), guard), limit or self.limit
+        source, limit = align_classes(self._all_images(dataset), guard), limit or self.limit
         assert source.targets is not None
-        indices = list(range(len(source))) if limit is None else spread(min(limit, len(source)), len(source), self.seed)
-        chosen = source.subset(indices) if prepare is None else source.subset(indices).prepared(prepare)
+        indices = (
+            list(range(len(source)))
+            if limit is None
+            else sample_evenly(min(limit, len(source)), len(source), self.seed)
+        )
+        chosen = source.subset(indices) if prepare is None else source.subset(indices).preprocess(prepare)
         readable = {
             index: image
-            for index, image in zip(indices, decoded(chosen), strict=True)
+            for index, image in zip(indices, iterate_images(chosen), strict=True)
             if not isinstance(image, Unreadable)
         }
         if not readable:
@@ -261,7 +265,7 @@ class Context:
 
     def _open_logits(self, name: str, dataset: str) -> CachedLogits:
         guard, prepare = self._prepared_guard(name, dataset)
-        source = matched(self.images(dataset), guard)
+        source = align_classes(self.images(dataset), guard)
         about = {
             "format": cached_logits.FORMAT,
             "model": Path(name).stem,
@@ -301,6 +305,6 @@ def _digest(source: Source) -> str:
     total = hashlib.sha256()
     assert source.targets is not None
     for index, (name, target) in enumerate(zip(source.names, source.targets, strict=True)):
-        size = source.state(index).split(" ")[0]
+        size = source.fingerprint(index).split(" ")[0]
         total.update(f"{name}\0{target}\0{size}\n".encode("utf-8", "surrogateescape"))
     return total.hexdigest()

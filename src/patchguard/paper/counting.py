@@ -16,16 +16,11 @@ from patchguard.geometry.windows import Windows
 from patchguard.paper.cached_logits import CachedLogits
 from patchguard.paper.context import Context
 from patchguard.paper.experiment import Drawing, Missing, Result, Row, Table, Value
-from patchguard.paper.fast_certificates import Batch, Query
 from patchguard.paper.networks import Network, patches
+from patchguard.paper.query import Batch, Query
 from patchguard.patch import Patch
-from patchguard.runs import metrics
-from patchguard.runs.metrics import Share
-
-CONFIDENCE = Evidence(kind="confidence")
-PREDICTION = Evidence(kind="prediction")
-VOTE = Evidence(kind="vote", threshold=0.2)
-TANH = Evidence(kind="tanh")
+from patchguard.runs.metrics import proportion
+from patchguard.runs.summary import Proportion
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -43,14 +38,14 @@ class Counts:
     certified: int
 
     @property
-    def clean(self) -> Share:
+    def clean(self) -> Proportion:
         """Clean accuracy: the true class is the label (among the k best)."""
-        return metrics.share(self.correct, self.total)
+        return proportion(self.correct, self.total)
 
     @property
-    def robust(self) -> Share:
+    def robust(self) -> Proportion:
         """Provable accuracy: and no attack on any window changes that."""
-        return metrics.share(self.certified, self.total)
+        return proportion(self.certified, self.total)
 
 
 def _judge(local_logits: Tensor, targets: Tensor, queries: Iterable[Query]) -> Iterable[tuple[Query, Tensor, Tensor]]:

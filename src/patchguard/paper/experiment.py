@@ -4,23 +4,26 @@ import io
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
+import msgspec
+
 from patchguard.errors import InputError
-from patchguard.runs.metrics import Share
-from patchguard.runs.records import FORMAT, Folder
+from patchguard.runs.summary import Proportion
+from patchguard.storage.atomic import write_bytes, write_json
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from patchguard.paper.context import Context
 
-Value: TypeAlias = Share | float | int | str | None  # an int is a count
+Value: TypeAlias = Proportion | float | int | str | None  # an int is a count
 Drawing: TypeAlias = "bytes | Callable[[], Figure]"
 
+FORMAT = 1  # of result.json
 TITLES = {
     "imagenette": "ImageNette",
     "cifar10": "CIFAR-10",
@@ -40,8 +43,9 @@ class Missing(InputError):
 class Row:
     """One line of a table: our values beside the published ones, column by column; None where there is none.
 
-    A `Share` is a count of images with its interval; a number is in the unit of its column. `note` names the model, or
-    says why the row was not run and the command that would run it. `reason` says why ours may differ from the paper's.
+    A `Proportion` is a count of images with its interval; a number is in the unit of its column. `note` names the
+    model, or says why the row was not run and the command that would run it. `reason` says why ours may differ from the
+    paper's.
     """
 
     label: str
@@ -53,7 +57,8 @@ class Row:
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> "Row":
         """Read a row of result.json."""
-        return cls(**{**entry, "ours": tuple(entry["ours"]), "published": tuple(entry["published"])})
+        ours = tuple(Proportion(**value) if isinstance(value, dict) else value for value in entry["ours"])
+        return cls(**{**entry, "ours": ours, "published": tuple(entry["published"])})
 
     @property
     def measured(self) -> bool:
@@ -146,10 +151,9 @@ def import_later(name: str) -> "Callable[[Context, str], Result]":
 
 
 def to_percent(value: Value) -> float | None:
-    """Return a value as a number: a share in percent; None for text and for nothing."""
-    if isinstance(value, dict):
-        share = value["share"]
-        return None if share is None else 100 * float(share)
+    """Return a value as a number: a proportion in percent; None for text and for nothing."""
+    if isinstance(value, Proportion):
+        return None if value.fraction is None else 100 * value.fraction
     return float(value) if isinstance(value, int | float) else None
 
 
@@ -206,7 +210,7 @@ class Outcome:
         return {
             **about,
             "seconds": round(self.seconds, 2),
-            "tables": [asdict(table) for table in self.result.tables],
+            "tables": msgspec.to_builtins(self.result.tables),
             "figures": sorted(self.result.figures),
             "notes": list(self.result.notes),
             "settings": dict(self.result.settings),
@@ -238,10 +242,9 @@ def write_result(outcome: Outcome, context: "Context") -> None:
         raise InputError(
             f"`--out` must be a folder that can be created; got {outcome.folder}: {error.strerror}."
         ) from None
-    folder = Folder(outcome.folder)
     for name, drawing in outcome.result.figures.items():
-        folder.write_bytes(f"{name}.png", to_png(drawing))
-    folder.write("result.json", outcome.to_json(context))
+        write_bytes(outcome.folder / f"{name}.png", to_png(drawing))
+    write_json(outcome.folder / "result.json", outcome.to_json(context))
 
 
 def to_png(drawing: Drawing) -> bytes:

@@ -1,54 +1,28 @@
-"""Which images a defense labels correctly and certifies, without margins: tables need only signs, which come faster.
+"""Fast paths: the signs of certificates, which tables need, without their margins.
 
-A `Query` is a defense on some evidence against some windows; a `Batch` answers queries about some images. Window sums
-are computed once for all queries about a batch, and pairs of windows are searched only in images that quick bounds
-leave open. Every answer is the defense's own; tests compare them. Without these fast paths all tables of CIFAR-10 take
+Window sums are computed once for all queries about a batch, and pairs of windows are searched only in images that quick
+bounds leave open. Every answer is the defense's own; tests compare them. Without fast paths all tables of CIFAR-10 take
 about six times as long (`benchmarks/tables.py`).
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from typing import Any, TypeAlias, cast, final
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, cast
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Int, Int64
 from torch import Tensor
-from torch.nn.functional import one_hot, pad
+from torch.nn.functional import one_hot
 
 from patchguard.defenses import DoubleMasking, Median, RobustMasking, ties
 from patchguard.defenses.base import Defense, MaskedDefense, select, tau_units
-from patchguard.defenses.evidence import Evidence, EvidenceMap
-from patchguard.defenses.order_statistics import ascending, cells_of
+from patchguard.defenses.evidence import Evidence
+from patchguard.defenses.order_statistics import cells_of
 from patchguard.defenses.window_products import integral_image, nothing
-from patchguard.defenses.window_sums import best_cover, heaviest, sums
+from patchguard.defenses.window_sums import best_cover, heaviest
 from patchguard.geometry.windows import Windows
-
-# The paper charges no drift; nor do its tables here. LOGITS is its default: c_l = 0, c_h = infinity. Ten binary places
-# are as many as float16, in which logits are cached, has between 1 and 2; sums then fit 32 bits.
-LOGITS = Evidence(kind="logits", low=0.0, bits=10)
-SIGNED = Evidence(kind="logits", low=None, bits=10)
-
-LARGEST_SHORT = 2**27  # of a gap's absolute values: nine times it, and `nothing` with three times it, still fit 32 bits
-SEARCHED_AT_ONCE = {"cpu": 256, "cuda": 4096}  # evidence maps whose pairs of windows are searched together
-
-Marks: TypeAlias = Bool[Tensor, " batch"]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Query:
-    """A defense on some evidence, and the windows that an attack may rewrite; without windows only its labels count.
-
-    `fast` answers as the defense would, sooner.
-    """
-
-    evidence: Evidence
-    defense: Defense[Any]
-    windows: Windows | None = None
-    top_k: int = 1
-    fast: "FastPath | None" = None
+from patchguard.paper.query import LOGITS, SIGNED, Batch, FastPath, Marks, Query, among_best
 
 
 def masking(windows: Windows, evidence: Evidence = LOGITS, *, masks: Windows | None = None, top_k: int = 1) -> Query:
@@ -62,114 +36,14 @@ def double_masking(windows: Windows, evidence: Evidence = SIGNED) -> Query:
     return Query(evidence=evidence, defense=DoubleMasking(masks=windows), windows=windows, fast=DOUBLE_MASKING)
 
 
+def summed(defense: Defense[Any], windows: Windows, evidence: Evidence) -> Query:
+    """Return a defense that adds up bounded evidence and is certified window by window."""
+    return Query(evidence=evidence, defense=defense, windows=windows, fast=SUMS)
+
+
 def ranked(defense: Defense[Any], windows: Windows, evidence: Evidence) -> Query:
     """Return a defense that adds up cells of some ranks and is certified without positions."""
     return Query(evidence=evidence, defense=defense, windows=windows, fast=RANKS)
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class FastPath:
-    """How a batch answers queries about one kind of defense.
-
-    `correct(batch, query)`: whether the true class is among the k best. `certified(batch, query, correct)`: for those
-    that are correct, without drift, whether the defense certifies it; None where the short forms do not hold.
-    """
-
-    correct: "Callable[[Batch, Query], Marks]"
-    certified: "Callable[[Batch, Query, Marks], Marks | None]"
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """The evidence of some images, their true classes, and what several queries about them share."""
-
-    evidence: EvidenceMap
-    targets: Int64[Tensor, " batch"]
-    _cache: dict[Any, Tensor] = field(default_factory=dict, repr=False)
-
-    def correct(self, query: Query) -> Marks:
-        """Whether the true class is the label, or among the k best."""
-        return self.once((query.defense, query.top_k), lambda: self._correct(query))
-
-    def _correct(self, query: Query) -> Marks:
-        if query.fast is not None:
-            return query.fast.correct(self, query)
-        prediction = query.defense.predict(self.evidence)
-        if query.top_k == 1:
-            return prediction.label == self.targets
-        return among_best(prediction.scores, self.targets, query.top_k)
-
-    def certified(self, query: Query) -> Marks:
-        """Whether that is so and no contents of any window change it; nothing is computed for wrong labels."""
-        correct = self.correct(query)
-        if query.windows is None:
-            return torch.zeros_like(correct)
-        query.defense.validate(self.evidence, query.windows, query.top_k)
-        driftless = self.evidence.lower is self.evidence.values is self.evidence.upper
-        if query.fast is not None and driftless and bool(self.evidence.finite.all()):
-            marks = query.fast.certified(self, query, correct)
-            if marks is not None:
-                return correct & marks
-        marks = torch.zeros_like(correct)
-        (images,) = correct.nonzero().unbind(1)
-        if len(images):
-            targets = self.targets[images]
-            marks[images] = query.defense.certify(self.evidence[images], query.windows, targets, query.top_k).certified
-        return marks
-
-    # -- what queries share --------------------------------------------------------------------------------------------
-
-    def once(self, key: Any, compute: Callable[[], Tensor]) -> Tensor:
-        """Return what `compute` gives, computed at the first call with this key."""
-        if key not in self._cache:
-            self._cache[key] = compute()
-        return self._cache[key]
-
-    @cached_property
-    def values(self) -> Int[Tensor, "batch classes rows columns"]:
-        """The evidence u, in 32 bits where its sums fit."""
-        return shorten(self.evidence.values)
-
-    @cached_property
-    def total(self) -> Int[Tensor, "batch classes"]:
-        """S_k."""
-        return self.values.sum((2, 3), dtype=self.values.dtype)
-
-    @cached_property
-    def gap(self) -> Int[Tensor, "batch classes rows columns"]:
-        """g_k = u_y - u_k."""
-        return select(self.values, self.targets).unsqueeze(1) - self.values
-
-    @cached_property
-    def rivals(self) -> Bool[Tensor, "batch classes"]:
-        """All classes but the true one."""
-        return ~one_hot(self.targets, self.total.shape[1]).bool()
-
-    def inside(self, windows: Windows) -> Int[Tensor, "batch classes regions"]:
-        """Return what each class has in each window."""
-        return self.once(windows, lambda: self._window_sums("values", self.values, windows))
-
-    def most_hidden(self, masks: Windows) -> Int[Tensor, "batch classes"]:
-        """Return the most that a mask can hide of what is positive in g_k."""
-        return self._window_sums("gap", self.gap.clamp(min=0), masks).amax(2)
-
-    def _window_sums(self, name: str, maps: Tensor, windows: Windows) -> Tensor:
-        table = self.once((name, windows.wrap), lambda: integral_image(maps.flatten(0, 1), windows.wrap))
-        return sums(maps, windows, table)
-
-    def ascending_sums(self) -> Int64[Tensor, "batch classes ranks"]:
-        """Return the sum of the smallest cells of a class, for every number of them."""
-        cells = self.values.flatten(2)
-        return self.once("ranks", lambda: pad(ascending(cells).cumsum(2, dtype=torch.int64), (1, 0)))
-
-    def chunks(self, chosen: Bool[Tensor, "batch *classes"]) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the indices of what is chosen, some at a time."""
-        indices = chosen.nonzero().unbind(1)
-        step = SEARCHED_AT_ONCE.get(chosen.device.type, SEARCHED_AT_ONCE["cuda"])
-        for first in range(0, len(indices[0]), step):
-            yield tuple(each[first : first + step] for each in indices)
 
 
 # -- robust masking ----------------------------------------------------------------------------------------------------
@@ -239,7 +113,7 @@ def _kth_rival(
     return batch.once(key, lambda: of_rivals().sort(dim=1, descending=True).values)[:, query.top_k - 1]
 
 
-ROBUST_MASKING = FastPath(_robust_correct, _robust_certified)
+ROBUST_MASKING = FastPath(_robust_certified, _robust_correct)
 
 
 @lru_cache(maxsize=64)
@@ -336,47 +210,7 @@ def _double_certified(batch: Batch, query: Query, correct: Marks) -> Marks | Non
     return certified
 
 
-DOUBLE_MASKING = FastPath(_double_correct, _double_certified)
-
-
-# -- sums over ranks ---------------------------------------------------------------------------------------------------
-
-
-def _ranks(batch: Batch, query: Query) -> tuple[int, int]:
-    return cast(Median, query.defense).ranks(cells_of(batch.evidence))
-
-
-def _ranks_correct(batch: Batch, query: Query) -> Marks:
-    query.defense.validate_evidence(batch.evidence)
-    return among_best(_rank_sums(batch, *_ranks(batch, query)), batch.targets, query.top_k)
-
-
-def _ranks_certified(batch: Batch, query: Query, correct: Marks) -> Marks | None:
-    """The position-free `certify(...).certified`: ranks shifted by the cells of a window."""
-    assert query.windows is not None
-    (first, last), shift = _ranks(batch, query), query.windows.largest_area
-    upper = _rank_sums(batch, first + shift, last + shift)
-    lower = select(_rank_sums(batch, first - shift, last - shift), batch.targets).unsqueeze(1)
-    return ((lower > upper) | ~batch.rivals).all(1)
-
-
-def _rank_sums(batch: Batch, first: int, last: int) -> Int64[Tensor, "batch classes"]:
-    """Return the sum of the cells of ranks first to last; below the smallest lies `low`, above the largest `high`."""
-    cells, table = cells_of(batch.evidence), batch.ascending_sums()
-    below, above = max(0, min(last, 0) - first + 1), max(0, last - max(first - 1, cells))
-    inside = table[..., min(max(last, 0), cells)] - table[..., min(max(first - 1, 0), cells)]
-    return inside + below * batch.evidence.low + above * batch.evidence.high
-
-
-RANKS = FastPath(_ranks_correct, _ranks_certified)
-
-
-# -- parts -------------------------------------------------------------------------------------------------------------
-
-
-def shorten(values: Int64[Tensor, "batch classes rows columns"]) -> Int[Tensor, "batch classes rows columns"]:
-    """Return evidence in 32 bits where no sum of differences of two classes comes near their end: twice as fast."""
-    return values.int() if 2 * int(values.abs().sum((2, 3)).max()) < LARGEST_SHORT else values
+DOUBLE_MASKING = FastPath(_double_certified, _double_correct)
 
 
 def hide_with_heaviest(
@@ -409,9 +243,57 @@ def intersect(
     return at(bottom, right) - at(top, right) - at(bottom, left) + at(top, left), (bottom - top) * (right - left)
 
 
-def among_best(scores: Tensor, targets: Int64[Tensor, " batch"], top_k: int) -> Marks:
-    """Whether fewer than k classes come before the true one (ties: smallest class first)."""
-    own = scores.gather(1, targets.unsqueeze(1))
-    classes = torch.arange(scores.shape[1], device=scores.device)
-    before = (scores > own) | ((scores == own) & (classes < targets.unsqueeze(1)))
-    return before.sum(1) < top_k
+# -- sums under several windows ----------------------------------------------------------------------------------------
+
+
+def _sums_certified(batch: Batch, query: Query, correct: Marks) -> Marks | None:
+    """`ClippedSum().certify(...).certified` of correct labels: S_y - S_k exceeds what any union can take of it.
+
+    No union takes more than its heaviest boxes together, and some union takes as much as the heaviest box alone. The
+    defense is asked about what lies between.
+    """
+    assert query.windows is not None
+    boxes = replace(query.windows, count=1)
+    inside, span = batch.inside(boxes), batch.evidence.high - batch.evidence.low
+    areas = torch.from_numpy(boxes.areas).to(inside.device)
+    loss = select(inside, batch.targets).unsqueeze(1) - inside + span * areas  # never negative
+    gap = select(batch.total, batch.targets).unsqueeze(1) - batch.total
+    heaviest_boxes = loss.topk(min(query.windows.count, loss.shape[2]), dim=2).values.sum(2)
+    certified = ((gap > heaviest_boxes) | ~batch.rivals).all(1)
+    failed = ((gap <= loss.amax(2)) & batch.rivals).any(1)
+    return certified | batch.ask_defense(query, correct & ~certified & ~failed)
+
+
+SUMS = FastPath(_sums_certified)
+
+
+# -- sums over ranks ---------------------------------------------------------------------------------------------------
+
+
+def _ranks(batch: Batch, query: Query) -> tuple[int, int]:
+    return cast(Median, query.defense).ranks(cells_of(batch.evidence))
+
+
+def _ranks_correct(batch: Batch, query: Query) -> Marks:
+    query.defense.validate_evidence(batch.evidence)
+    return among_best(_rank_sums(batch, *_ranks(batch, query)), batch.targets, query.top_k)
+
+
+def _ranks_certified(batch: Batch, query: Query, correct: Marks) -> Marks | None:
+    """The position-free `certify(...).certified`: ranks shifted by the cells of a window."""
+    assert query.windows is not None
+    (first, last), shift = _ranks(batch, query), query.windows.largest_area
+    upper = _rank_sums(batch, first + shift, last + shift)
+    lower = select(_rank_sums(batch, first - shift, last - shift), batch.targets).unsqueeze(1)
+    return ((lower > upper) | ~batch.rivals).all(1)
+
+
+def _rank_sums(batch: Batch, first: int, last: int) -> Int64[Tensor, "batch classes"]:
+    """Return the sum of the cells of ranks first to last; below the smallest lies `low`, above the largest `high`."""
+    cells, table = cells_of(batch.evidence), batch.ascending_sums()
+    below, above = max(0, min(last, 0) - first + 1), max(0, last - max(first - 1, cells))
+    inside = table[..., min(max(last, 0), cells)] - table[..., min(max(first - 1, 0), cells)]
+    return inside + below * batch.evidence.low + above * batch.evidence.high
+
+
+RANKS = FastPath(_ranks_certified, _ranks_correct)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from patchguard.data.images import check_images
+from patchguard.data.images import validate_images
 from patchguard.defenses.base import Defense
 from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
@@ -78,7 +78,7 @@ class Cleaned:
 
     def predict(self, images: Images) -> Prediction:
         """Return the guard's label of each cleaned image."""
-        check_images(images)
+        validate_images(images)
         device = device_and_dtype(self.model)[0]
         pixels = images.shape[-2] * images.shape[-1]
         parts = torch.split(images, max(1, PIXELS_AT_ONCE.get(device.type, PIXELS_AT_ONCE["cuda"]) // pixels))
@@ -208,7 +208,7 @@ class DigitalWatermarking:
     r"""Find the dense region that the answer depends on most, and paint over it from its surroundings.
 
     Rule.  1. s(p) = how much pixel p speaks for the guard's own label, by guided backpropagation.
-           2. Keep the `share` of the pixels with the largest s.
+           2. Keep the `fraction` of the pixels with the largest s.
            3. Close gaps and drop what is thin: dilate by `radius`, erode by 2 `radius`, dilate by 2 `radius`.
            4. Fill what is left from the pixels around it.
 
@@ -218,12 +218,12 @@ class DigitalWatermarking:
     false sense of security", ICML 2018).
     """
 
-    share: float = 0.05
+    fraction: float = 0.05
     radius: int = 3
 
     def __post_init__(self) -> None:
-        if not 0 < self.share < 1:
-            raise InputError(f"`share` must be a fraction of the pixels between 0 and 1; got {self.share}.")
+        if not 0 < self.fraction < 1:
+            raise InputError(f"`fraction` of the pixels must lie between 0 and 1; got {self.fraction}.")
         if self.radius < 1:
             raise InputError(f"`radius` must be a whole number of pixels, 1 or more; got {self.radius}.")
 
@@ -234,7 +234,7 @@ class DigitalWatermarking:
 
     def __call__(self, images: Images, guard: LocalGuard[Any]) -> Images:
         """Return the images with the region painted over."""
-        region = dense_region(saliency(guard, images), share=self.share, radius=self.radius)
+        region = dense_region(saliency(guard, images), fraction=self.fraction, radius=self.radius)
         with torch.no_grad():
             return inpaint(images, region)
 
@@ -284,9 +284,9 @@ class _GuidedReLUs(TorchFunctionMode):
         return function(*arguments, **(settings or {}))
 
 
-def dense_region(values: Map, *, share: float, radius: int) -> Region:
-    """Return where the largest `share` of the values lies densely: thresholded, closed, opened."""
-    count = max(1, math.floor(share * values[0].numel()))
+def dense_region(values: Map, *, fraction: float, radius: int) -> Region:
+    """Return where the largest `fraction` of the values lies densely: thresholded, closed, opened."""
+    count = max(1, math.floor(fraction * values[0].numel()))
     least = values.flatten(1).topk(count, dim=1).values[:, -1].view(-1, 1, 1)
     region = ((values >= least) & (values > 0)).to(values.dtype)
     eroded = -_dilate(-_dilate(region, radius), 2 * radius)

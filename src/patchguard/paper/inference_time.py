@@ -28,9 +28,8 @@ from patchguard.guards.local import LocalGuard
 from patchguard.models import LocalModel, build
 from patchguard.paper import published
 from patchguard.paper.context import Context
-from patchguard.paper.counting import CONFIDENCE, VOTE
 from patchguard.paper.experiment import Result, Row, Table
-from patchguard.paper.fast_certificates import LOGITS, SIGNED
+from patchguard.paper.query import CONFIDENCE, LOGITS, SIGNED, VOTE
 from patchguard.patch import Patch
 
 ANY_MASKS = Windows.sliding(grid=(1, 1), size=(1, 1))

@@ -19,8 +19,8 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchguard import runtime
+from patchguard.attacks.base import Images
 from patchguard.attacks.patch_pgd import PatchPGD
-from patchguard.attacks.victim import Images
 from patchguard.defenses import Undefended
 from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
@@ -32,7 +32,7 @@ from patchguard.paper.experiment import TITLES, Drawing, Missing, Result, Row, T
 from patchguard.paper.figures import BLUE, GRAY, ORANGE, draw_bars, new_figure
 from patchguard.paper.study_attacks import extend_attack, through_evidence, with_progress
 from patchguard.patch import Patch
-from patchguard.runs import metrics
+from patchguard.runs.metrics import proportion
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -198,7 +198,7 @@ def attack_and_observe(
         draws: dict[str, Any] = {"seed": seed, "numbers": indices}
         victim = with_progress(guard, partial(progress, "attack"))
         broken = attack(victim, pixels, target, patch, **draws)
-        extended = extend_attack(victim, pixels, target, patch, broken, attack.pace, **draws)
+        extended = extend_attack(victim, pixels, target, patch, broken, attack.schedule, **draws)
         batch = {
             "original": observe(guard, pixels, target),
             "broken": observe(guard, broken.images, target),
@@ -312,7 +312,7 @@ def ceiling_table(study: Study) -> Table:
     """Return the accuracy under each clipping of the logits."""
     rows = []
     for clip, marks in study.clips.items():
-        ours: list[Value] = [metrics.share(int(marks[kind].sum()), len(marks[kind])) for kind in CLIP_ATTACKS]
+        ours: list[Value] = [proportion(int(marks[kind].sum()), len(marks[kind])) for kind in CLIP_ATTACKS]
         rows.append(Row(label=clip, ours=tuple(ours)))
     title = f"Accuracy under a clipping, %; c_h = {study.ceiling:.3g}"
     return Table(title=title, where="", columns=tuple(CLIP_ATTACKS.values()), rows=tuple(rows))

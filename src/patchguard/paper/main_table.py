@@ -1,30 +1,21 @@
 """tab-huge-provable: clean and provable robust accuracy of Mask-BN, Mask-DS, CBN, DS and IBP; double masking beside."""
 
-from patchguard.data.loading import loaded
+from patchguard.data.loading import load_images
 from patchguard.defenses import ClippedSum, MajorityVote
 from patchguard.paper import networks, published
 from patchguard.paper.context import Context
-from patchguard.paper.counting import (
-    CONFIDENCE,
-    TANH,
-    VOTE,
-    Measured,
-    Rule,
-    cells_per_patch,
-    clean_robust,
-    make_result,
-    measure,
-)
+from patchguard.paper.counting import Measured, Rule, cells_per_patch, clean_robust, make_result, measure
 from patchguard.paper.experiment import TITLES, Missing, Result, Row, Value
-from patchguard.paper.fast_certificates import Query, double_masking, masking
+from patchguard.paper.fast_certificates import double_masking, masking, summed
 from patchguard.paper.networks import Network
+from patchguard.paper.query import CONFIDENCE, TANH, VOTE, Query
 from patchguard.patch import Patch
-from patchguard.runs.metrics import share
+from patchguard.runs.metrics import proportion
 from patchguard.training.evaluate import evaluate
 from patchguard.training.recipe import CIFAR10_SIZE
 
 MASK_BN: dict[str, Rule] = {"Mask-BN": masking}
-CBN: dict[str, Rule] = {"CBN": lambda windows: Query(evidence=TANH, defense=ClippedSum(), windows=windows)}
+CBN: dict[str, Rule] = {"CBN": lambda windows: summed(ClippedSum(), windows, TANH)}
 MASK_DS: dict[str, Rule] = {
     "Mask-DS": lambda windows: masking(windows, CONFIDENCE),
     "DS": lambda windows: Query(evidence=VOTE, defense=MajorityVote(spatial=False), windows=windows),
@@ -35,7 +26,7 @@ BESIDE_CBN: dict[str, Rule] = {
 }
 BESIDE_DS: dict[str, Rule] = {
     "double masking of confidences": lambda windows: double_masking(windows, CONFIDENCE),
-    "DS, window by window": lambda windows: Query(evidence=VOTE, defense=MajorityVote(), windows=windows),
+    "DS, window by window": lambda windows: summed(MajorityVote(), windows, VOTE),
 }
 VOTES = (
     "CBN is certified window by window as published, but against every rival, not the runner-up alone. DS is certified "
@@ -103,9 +94,9 @@ def interval_rows(context: Context, dataset: str) -> list[Row]:
             notes.append(str(missing))
             continue
         guard.model.to(context.device)
-        images, _ = loaded(context.images(dataset), size=(CIFAR10_SIZE, CIFAR10_SIZE))
+        images, _ = load_images(context.images(dataset), size=(CIFAR10_SIZE, CIFAR10_SIZE))
         accuracy = evaluate(guard, images, patch)
-        ours += [share(accuracy.correct, accuracy.total), share(accuracy.certified_correct, accuracy.total)]
+        ours += [proportion(accuracy.correct, accuracy.total), proportion(accuracy.certified_correct, accuracy.total)]
         notes.append(name)
     reason = networks.describe_training("cifar10_ibp_2") if any(value is not None for value in ours) else ""
     return [Row(label="IBP", ours=tuple(ours), published=theirs, note="; ".join(notes), reason=reason)]

@@ -12,10 +12,7 @@ from patchguard.paper.cached_logits import CachedLogits
 from patchguard.paper.context import Context
 from patchguard.paper.counting import (
     CLEAN_ROBUST,
-    CONFIDENCE,
-    PREDICTION,
     TRUE_WINDOWS,
-    VOTE,
     Cell,
     Cells,
     MakeCells,
@@ -30,8 +27,9 @@ from patchguard.paper.counting import (
     measure,
 )
 from patchguard.paper.experiment import TITLES, Result, Row, to_percent
-from patchguard.paper.fast_certificates import LOGITS, SIGNED, Query, double_masking, masking
+from patchguard.paper.fast_certificates import double_masking, masking
 from patchguard.paper.networks import Network
+from patchguard.paper.query import CONFIDENCE, LOGITS, PREDICTION, SIGNED, VOTE, Query
 from patchguard.patch import Patch
 
 if TYPE_CHECKING:

@@ -30,10 +30,10 @@ from patchguard.paper import networks, published
 from patchguard.paper.cached_logits import CachedLogits, prepared_batches
 from patchguard.paper.context import Context
 from patchguard.paper.experiment import TITLES, Missing, Result, Row, Table
-from patchguard.paper.fast_certificates import LOGITS, SIGNED
 from patchguard.paper.figures import RED
+from patchguard.paper.query import LOGITS, SIGNED
 from patchguard.patch import Patch
-from patchguard.runs.metrics import share
+from patchguard.runs.metrics import proportion
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,8 +72,8 @@ def run(context: Context, dataset: str) -> Result:
         row = Row(
             label=label,
             ours=(
-                *(share(counts.correct[label, block], total) for block in (False, True)),
-                share(counts.certified, total) if label == "Mask-BN" else None,
+                *(proportion(counts.correct[label, block], total) for block in (False, True)),
+                proportion(counts.certified, total) if label == "Mask-BN" else None,
             ),
             published=theirs if label == "Mask-BN" else blank,
             note=model,

@@ -21,21 +21,12 @@ from patchguard.geometry.windows import Windows
 from patchguard.paper import networks
 from patchguard.paper.cached_logits import CachedLogits
 from patchguard.paper.context import Context
-from patchguard.paper.counting import (
-    CLEAN_ROBUST,
-    CONFIDENCE,
-    PREDICTION,
-    TANH,
-    VOTE,
-    clean_robust,
-    count,
-    describe_rounding,
-    make_result,
-)
+from patchguard.paper.counting import CLEAN_ROBUST, clean_robust, count, describe_rounding, make_result
 from patchguard.paper.experiment import TITLES, Missing, Result, Row, Table, Value, to_percent
-from patchguard.paper.fast_certificates import LOGITS, SIGNED, Query, double_masking, masking, ranked
+from patchguard.paper.fast_certificates import double_masking, masking, ranked, summed
+from patchguard.paper.query import CONFIDENCE, LOGITS, PREDICTION, SIGNED, TANH, VOTE, Query
 from patchguard.patch import Patch
-from patchguard.runs.metrics import Share
+from patchguard.runs.summary import Proportion
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,7 +40,9 @@ PHOTO_BOXES = (23, 32, 48, 64, 96, 128)
 MOST_UNIONS = 2000  # unions of windows up to which masks of several boxes are tried
 NO_CELL = "no cell left"
 
-Accuracies: TypeAlias = dict[tuple[str, int], tuple[Share, Share]]  # clean and robust, by rule and number or side
+Accuracies: TypeAlias = dict[
+    tuple[str, int], tuple[Proportion, Proportion]
+]  # clean and robust, by rule and number or side
 
 
 def run(context: Context, dataset: str) -> Result:
@@ -122,10 +115,8 @@ def make_rules(logits: CachedLogits) -> dict[str, Callable[[Windows], Query | st
         "cell masking": cell_masking,
         "trimmed mean": trimmed_mean,
         "median": median,
-        "sum of confidences" if bands else "clipped sum (CBN)": lambda windows: Query(
-            evidence=bounded, defense=ClippedSum(), windows=windows
-        ),
-        "majority vote (DS)": lambda windows: Query(evidence=votes, defense=MajorityVote(), windows=windows),
+        "sum of confidences" if bands else "clipped sum (CBN)": lambda windows: summed(ClippedSum(), windows, bounded),
+        "majority vote (DS)": lambda windows: summed(MajorityVote(), windows, votes),
     }
 
 

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from patchguard.defenses import RobustMasking, ties
 from patchguard.defenses.base import select
-from patchguard.defenses.evidence import EvidenceMap
 from patchguard.defenses.window_products import nothing
-from patchguard.defenses.window_sums import heaviest, sums
+from patchguard.defenses.window_sums import heaviest
 from patchguard.geometry.windows import Windows
 from patchguard.paper import networks, published
 from patchguard.paper.cached_logits import CachedLogits
@@ -35,8 +34,9 @@ from patchguard.paper.counting import (
     window_spaces,
 )
 from patchguard.paper.experiment import TITLES, Missing, Result, Row
-from patchguard.paper.fast_certificates import LOGITS, Batch, Query, intersect, masking, shorten
-from patchguard.runs import metrics
+from patchguard.paper.fast_certificates import intersect, masking
+from patchguard.paper.query import LOGITS, Batch, Query
+from patchguard.runs.metrics import proportion
 
 PAIRS = 256  # of images and windows that are searched together
 THRESHOLDS = tuple(Fraction(step, 5) for step in range(6))
@@ -67,7 +67,7 @@ def run(context: Context, dataset: str) -> Result:
                 for threshold, label in zip(THRESHOLDS, theirs, strict=True):
                     row = Row(
                         label=label + suffix,
-                        ours=tuple(metrics.share(number, len(logits)) for number in counts[threshold]),
+                        ours=tuple(proportion(number, len(logits)) for number in counts[threshold]),
                         published=() if suffix else theirs[label],
                         note=describe_model(logits, suffix, patched=True),
                         reason=f"{differences}; {CHARGED}" if threshold else differences,
@@ -87,10 +87,11 @@ def count_thresholds(
 
     def work(local_logits: Tensor, targets: Tensor) -> Counter[Hashable]:
         counter: Counter[Hashable] = Counter()
-        bounds = Bounds.of(LOGITS(local_logits), windows, targets)
+        bounds = Bounds(Batch(LOGITS(local_logits), targets), windows)
+        total, hidden = bounds.batch.total, bounds.hidden
         for threshold in THRESHOLDS:
-            detected = threshold.denominator * bounds.hidden > threshold.numerator * bounds.total
-            label = ties.argmax(torch.where(detected, bounds.total - bounds.hidden, bounds.total), dim=1)
+            detected = threshold.denominator * hidden > threshold.numerator * total
+            label = ties.argmax(torch.where(detected, total - hidden, total), dim=1)
             correct = label == targets
             marks = (
                 correct,
@@ -112,25 +113,20 @@ def count_thresholds(
 @final
 @dataclass(frozen=True, eq=False)
 class Bounds:
-    """What the bounds of all thresholds are made of, for masks that are the windows; y is the true class.
+    """What the bounds of all thresholds are made of, for masks that are the windows; y is the true class."""
 
-    total: S_k; inside: what class k has in window w, the last axis; hidden: H_k; heavy: max over v of a_y(v).
-    """
-
-    evidence: EvidenceMap
+    batch: Batch
     windows: Windows
-    targets: Int64[Tensor, " some"]
-    total: Int[Tensor, "some classes"]
-    inside: Int[Tensor, "some classes regions"]
-    heavy: Int[Tensor, "some regions"]
 
-    @classmethod
-    def of(cls, evidence: EvidenceMap, windows: Windows, targets: Tensor) -> "Bounds":
-        """Compute them for a batch."""
-        values = shorten(evidence.values)
-        heavy = heaviest(select(values, targets), windows, windows)
-        total = values.sum((2, 3), dtype=values.dtype)
-        return cls(evidence, windows, targets, total, sums(values, windows), heavy)
+    @cached_property
+    def inside(self) -> Int[Tensor, "some classes regions"]:
+        """What class k has in window w, the last axis."""
+        return self.batch.inside(self.windows)
+
+    @cached_property
+    def heavy(self) -> Int[Tensor, "some regions"]:
+        """max over v of a_y(v)."""
+        return heaviest(select(self.batch.values, self.batch.targets), self.windows, self.windows)
 
     @cached_property
     def hidden(self) -> Int[Tensor, "some classes"]:
@@ -140,12 +136,12 @@ class Bounds:
     @cached_property
     def rest(self) -> Int[Tensor, "some classes regions"]:
         """t_k."""
-        return self.total.unsqueeze(2) - self.inside
+        return self.batch.total.unsqueeze(2) - self.inside
 
     @cached_property
     def own(self) -> Int[Tensor, "some regions"]:
         """t_y."""
-        return select(self.rest, self.targets)
+        return select(self.rest, self.batch.targets)
 
     def published(self, threshold: Fraction) -> Bool[Tensor, " some"]:
         """Algorithm 2 as it is printed: no rival's t_k / (1 - T) exceeds the score of y once its evidence is erased.
@@ -154,7 +150,7 @@ class Bounds:
         """
         p, q = threshold.numerator, threshold.denominator
         if p == q:
-            return torch.zeros_like(self.targets, dtype=torch.bool)
+            return torch.zeros_like(self.batch.targets, dtype=torch.bool)
         lower = self.own - torch.where(q * self.heavy > p * self.own, self.heavy, 0)
         return ~(q * self._strongest(self.rest) > (q - p) * lower).any(1)
 
@@ -164,12 +160,11 @@ class Bounds:
         if p == q:  # an attack that fills a window with unbounded evidence of a rival is never masked
             return torch.zeros_like(correct)
         # The short forms below are for boxes that cover only themselves, which an attack can fill past any threshold.
-        room = self.evidence.high * self.windows.largest_area
+        room = self.batch.evidence.high * self.windows.largest_area
         alone = self.windows.equal_boxes and not any(self.windows.wrap)
-        if not alone or p * int(self.total.max()) > (q - p) * room:
+        if not alone or p * int(self.batch.total.max()) > (q - p) * room:
             defense = RobustMasking(masks=self.windows, threshold=threshold)
-            query = Query(evidence=LOGITS, defense=defense, windows=self.windows)
-            return Batch(self.evidence, self.targets).certified(query)
+            return self.batch.certified(Query(evidence=LOGITS, defense=defense, windows=self.windows))
         return correct & self._certified(p, q, correct)
 
     def _certified(self, p: int, q: int, correct: Bool[Tensor, " some"]) -> Bool[Tensor, " some"]:
@@ -194,7 +189,7 @@ class Bounds:
         images, regions = open_windows.nonzero().unbind(1)
         for first in range(0, len(images), PAIRS):
             image, region = images[first : first + PAIRS], regions[first : first + PAIRS]
-            label, rest = self.targets[image].unsqueeze(1), self.total[image] - self.inside[image, :, region]
+            label, rest = self.batch.targets[image].unsqueeze(1), self.rest[image, :, region]
             hidden = torch.where(passes[image, region], self.heavy[image, region], self._masked(image, region, p, q))
             lower = (q - p) * (rest.gather(1, label) - hidden.unsqueeze(1))
             ahead = lower > q * rest  # of class k, detected or not
@@ -207,21 +202,20 @@ class Bounds:
 
     def _strongest(self, values: Int[Tensor, "some classes regions"]) -> Int[Tensor, "some regions"]:
         """The largest among the rivals of the true class."""
-        own = self.targets.view(-1, 1, 1).expand(-1, 1, values.shape[2])
-        return values.scatter(1, own, nothing(values.dtype)).amax(1)
+        return values.masked_fill(~self.batch.rivals.unsqueeze(2), nothing(values.dtype)).amax(1)
 
     def _masked(
         self, image: Int64[Tensor, " pairs"], region: Int64[Tensor, " pairs"], p: int, q: int
     ) -> Int[Tensor, " pairs"]:
         """The heaviest a_y(v) of the masks that an attack on the window can make pass T."""
-        label = self.targets[image]
-        common, cells = intersect(self.evidence.values[image, label], self.windows, region)
+        label = self.batch.targets[image]
+        common, cells = intersect(self.batch.evidence.values[image, label], self.windows, region)
         outside = self.inside[image, label] - common
         rest = self.own[image, region].unsqueeze(1)
-        passes = (q - p) * (outside + self.evidence.high * cells) > p * (rest - outside)
+        passes = (q - p) * (outside + self.batch.evidence.high * cells) > p * (rest - outside)
         return torch.where(passes, outside, 0).amax(1)
 
     def _outside(self, image: Tensor, rival: Tensor, region: Tensor) -> Int[Tensor, " some"]:
         """The heaviest a_k(v) of all masks."""
-        common, _ = intersect(self.evidence.values[image, rival], self.windows, region)
+        common, _ = intersect(self.batch.evidence.values[image, rival], self.windows, region)
         return (self.inside[image, rival] - common).amax(1)

@@ -22,9 +22,9 @@ from torch import Tensor
 from patchguard.defenses import Defense, DoubleMasking, MajorityVote, RobustMasking
 from patchguard.geometry.windows import Windows
 from patchguard.paper.context import Context
-from patchguard.paper.counting import PREDICTION
 from patchguard.paper.experiment import Result, Row, Table
 from patchguard.paper.figures import BLUE, ORANGE
+from patchguard.paper.query import PREDICTION
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

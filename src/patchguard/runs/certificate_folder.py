@@ -1,10 +1,7 @@
 """`CertificateFolder`: the certificate files of a run. None that is there already is written over or trusted."""
 
-import fcntl
 import hashlib
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -12,16 +9,16 @@ from typing import Any, final
 from patchguard import verify
 from patchguard.data.decode import Unreadable
 from patchguard.errors import InputError
+from patchguard.guard import Plan, Task
 from patchguard.runs.job import Job
-from patchguard.runs.plan import Plan, Task
-from patchguard.runs.records import Folder, Lock
+from patchguard.runs.records import Folder
+from patchguard.storage import atomic
 from patchguard.storage.certificate_file import image_digest
 
-OPTION = "--certificates"
-GO_ELSEWHERE = f"Give another {OPTION}, or move that file away."
+GO_ELSEWHERE = "Give another --certificates, or move that file away."
 
 
-def certificate_name(index: int, key: str) -> str:
+def name_certificate(index: int, key: str) -> str:
     """Return the name of the certificate file of one image and patch."""
     return f"{index:06d}-{key.replace('%', 'percent')}.pgc"
 
@@ -33,25 +30,11 @@ class CertificateFolder:
 
     path: Path
 
-    @contextmanager
-    def locked(self, *, first: bool) -> Iterator[Lock]:
-        """Hold the folder itself, as `Folder.locked` does; no file for it lies among the certificates."""
-        try:
-            descriptor = os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise InputError(f"`{OPTION}` must be a folder; got {self.path}: {error.strerror}.") from None
-        try:
-            lock = Lock(descriptor, self.path, needed=False)
-            lock.take(fcntl.LOCK_EX if first else fcntl.LOCK_SH)
-            yield lock
-        finally:
-            os.close(descriptor)
-
     def write(self, name: str, content: bytes) -> str:
         """Write a file unless it is there, and return its digest; refuse where other content is there."""
         there = self._read(name)
         if there is None:
-            Folder(self.path).write_bytes(name, content, durable=False)
+            atomic.write_bytes(self.path / name, content, durable=False)
         elif there != content:
             raise InputError(
                 f"{self.path / name} is there already with other content: another release, device or batch size gives "
@@ -66,16 +49,16 @@ class CertificateFolder:
         }
         for index, entries in recorded.items():
             for key, entry in entries.items():
-                self._check_recorded(run, certificate_name(index, key), entry)
+                self._check_recorded(run, name_certificate(index, key), entry)
         plans: dict[tuple[int, int], Plan] = {}
         digests: dict[tuple[tuple[int, int], str], str] = {}
         for index, key in self._others(job, recorded):
-            name = certificate_name(index, key)
+            name = name_certificate(index, key)
             try:
                 image = job.source.read(index)
                 size = (image.shape[1], image.shape[2])
                 plan = plans[size] = plans.get(size) or job.plan(size)
-                task = next(each for each in plan.tasks if each.written.key == key)
+                task = plan.tasks[[patch.key for patch in job.patches].index(key)]
                 model = digests[size, key] = digests.get((size, key)) or task.guard.digest
                 same = self._is_about(name, task, model, image_digest(image))
             except (Unreadable, InputError):  # this run will write no file for it
@@ -90,26 +73,26 @@ class CertificateFolder:
         if content is None:
             raise InputError(
                 f"{self.path} lacks {name}, which {run.path} has recorded. Give the folder that its certificates are "
-                "in, or another --out to certify anew."
+                "in, or another --out to certify again."
             )
         if "certificate" not in entry:
             raise InputError(
                 f"{run.path} is of an older release and does not say what {name} must hold. "
-                "Give another --out and another --certificates to certify anew."
+                "Give another --out and another --certificates to certify again."
             )
         if hashlib.sha256(content).hexdigest() != entry["certificate"]:
             raise InputError(
                 f"{self.path / name} is not the file that {run.path} has written. Bring that one back, or give another "
-                "--out and another --certificates to certify anew."
+                "--out and another --certificates to certify again."
             )
 
     def _others(self, job: Job, recorded: Mapping[int, object]) -> Iterator[tuple[int, str]]:
         """Yield index and patch of the files that are there under a name that this run may still write."""
-        keys = [written.key for written in job.patches]
+        keys = [patch.key for patch in job.patches]
         there = {path.name for path in self.path.glob("*.pgc")}
         for index in range(len(job.source)) if there else ():
             if index not in recorded:
-                yield from ((index, key) for key in keys if certificate_name(index, key) in there)
+                yield from ((index, key) for key in keys if name_certificate(index, key) in there)
 
     def _is_about(self, name: str, task: Task, model: str, image: str) -> bool:
         try:

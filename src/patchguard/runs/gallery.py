@@ -8,15 +8,11 @@ from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
-import torch
 from jaxtyping import Float32, UInt8
 from torch import Tensor
 
-from patchguard.data.loading import resized
-from patchguard.defenses import RobustMasking
-from patchguard.defenses.evidence import EvidenceMap
-from patchguard.defenses.window_sums import sums
-from patchguard.runs.plan import Plan
+from patchguard.data.loading import resize_image
+from patchguard.guard import Examination, Guard, Task
 from patchguard.runs.records import Folder, Record
 from patchguard.runs.summary import CertifySettings
 
@@ -91,7 +87,9 @@ def save(folder: Folder, chosen: list[tuple[str, Record]], views: list["View | N
         if seen is None:
             continue
         number = len(entries)
-        arrays |= {f"image_{number}": seen.picture, f"evidence_{number}": seen.label, f"rival_{number}": seen.rival}
+        arrays[f"image_{number}"] = seen.picture
+        if seen.label is not None and seen.rival is not None:
+            arrays |= {f"evidence_{number}": seen.label, f"rival_{number}": seen.rival}
         entry = next(iter(record["patches"].values()))
         entries.append(
             {
@@ -102,7 +100,7 @@ def save(folder: Folder, chosen: list[tuple[str, Record]], views: list["View | N
                 **{name: entry[name] for name in ("label", "margin", "rival", "window", "box")},
                 "mask": seen.mask,
                 "size": record["size"],
-                "grid": list(seen.label.shape),
+                "grid": None if seen.label is None else list(seen.label.shape),
             }
         )
     stored = io.BytesIO()
@@ -114,19 +112,22 @@ def save(folder: Folder, chosen: list[tuple[str, Record]], views: list["View | N
 @final
 @dataclass(frozen=True, eq=False)
 class View:
-    """A picture, the evidence of its label and of the rival, and the cells that are masked."""
+    """A picture, the evidence of its label and of the rival, and the cells that are masked, if any."""
 
     picture: UInt8[np.ndarray, "height width 3"]
-    label: Float32[np.ndarray, "rows columns"]
-    rival: Float32[np.ndarray, "rows columns"]
+    label: Float32[np.ndarray, "rows columns"] | None
+    rival: Float32[np.ndarray, "rows columns"] | None
     mask: list[int] | None
 
 
-def view(image: UInt8[Tensor, "3 _ _"], record: Record, evidence: EvidenceMap, plan: Plan) -> View:
-    """Return what the report shows of one image, with its evidence computed anew."""
+def view(image: UInt8[Tensor, "3 _ _"], record: Record, guard: Guard, examination: Examination, task: Task) -> View:
+    """Return what the report shows of one image, which was examined alone."""
     entry = next(iter(record["patches"].values()))
-    label, rival = map_of(evidence, entry["label"]), map_of(evidence, entry["rival"])
-    return View(picture(image), label, rival, _mask(plan, evidence, entry["label"]))
+    drawn = guard.picture(examination, 0, task, (entry["label"], entry["rival"]))
+    if drawn is None:
+        return View(picture(image), None, None, None)
+    label, rival = (np.asarray(each.numpy()) for each in drawn.maps)
+    return View(picture(image), label, rival, None if drawn.mask is None else list(drawn.mask))
 
 
 def picture(image: UInt8[Tensor, "3 _ _"]) -> UInt8[np.ndarray, "height width 3"]:
@@ -134,25 +135,5 @@ def picture(image: UInt8[Tensor, "3 _ _"]) -> UInt8[np.ndarray, "height width 3"
     height, width = image.shape[1:]
     longer = max(height, width)
     if longer > LONGEST:
-        image = resized(image, (max(1, height * LONGEST // longer), max(1, width * LONGEST // longer)))
+        image = resize_image(image, (max(1, height * LONGEST // longer), max(1, width * LONGEST // longer)))
     return np.asarray(image.permute(1, 2, 0).contiguous().numpy())
-
-
-def map_of(evidence: EvidenceMap, label: int) -> Float32[np.ndarray, "rows columns"]:
-    """Return the evidence of one class, of the first image."""
-    values = evidence.values[0, label].double() / evidence.scale
-    return np.asarray(values.float().cpu().numpy())
-
-
-def _mask(plan: Plan, evidence: EvidenceMap, label: int) -> list[int] | None:
-    """Return the cells that robust masking hides of the label's evidence; other rules hide no single window."""
-    defense = plan.tasks[0].guard.defense
-    if not isinstance(defense, RobustMasking):
-        return None
-    maps = evidence.values[0, label]
-    hidden = sums(maps[None], defense.masks)[0]
-    heaviest = int(torch.argmax(hidden))
-    if int(hidden[heaviest]) <= defense.threshold * int(maps.sum()):
-        return None
-    box: list[int] = defense.masks.boxes[heaviest].tolist()
-    return box

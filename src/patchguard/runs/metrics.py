@@ -50,15 +50,6 @@ def proportion(correct: int, total: int) -> Proportion:
     return Proportion(correct=correct, total=total, fraction=fraction, low=low, high=high)
 
 
-Share = dict[str, float | int | None]
-
-
-def share(right: int, of: int) -> Share:
-    """Return a proportion as the JSON values of the paper's tables."""
-    low, high = wilson(right, of)
-    return {"right": right, "of": of, "share": right / of if of else None, "low": low, "high": high}
-
-
 # -- certify -----------------------------------------------------------------------------------------------------------
 
 

@@ -2,31 +2,32 @@
 
     run.json                 every setting; written first; a later start with other versions adds them
     records-<shard>.jsonl    one line per image, in any order; a shard is what one process wrote
-    summary.json             written last: where it exists, the run is finished
+    summary.json             written last: where it exists, the run is complete
 
 A line counts once it ends. What a killed process left of its last line is dropped before anything is appended, so no
-image is lost and none is there twice. One run at a time may write: a lock that ends with its process sees to it.
+image is lost and none is there twice. One run at a time may write: locks that end with their processes see to it.
 """
 
-import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import Any, final
 
 import msgspec
+from filelock import FileLock, Timeout
 
 from patchguard.errors import InputError
 from patchguard.runs.summary import FORMAT as FORMAT
 from patchguard.runs.summary import START_AGAIN, Run, Schema, flatten, read_run, read_summary, to_json
+from patchguard.storage import atomic
 
 LOCK = ".lock"
 
-# How a run was divided among processes does not change what it records.
-FREE = ("shards",)
+# Settings that do not change what a run records, or that follow from others and were not written by all releases.
+FREE = ("shards", "guard", "detects", "defends")
 
 # What rounds numbers: another release may give other ones.
 VERSIONS = ("patchguard", "torch")
@@ -64,31 +65,53 @@ class Folder:
                 for number, line in enumerate(file, 1):
                     if not line.endswith(b"\n"):
                         break
-                    yield _parsed(line, f"line {number} of {shard}")
+                    yield _parse(line, f"line {number} of {shard}")
 
     def shards(self) -> list[Path]:
         """Return the files of records."""
         return sorted(self.path.glob("records-*.jsonl"))
 
+    def mark_recorded(self, count: int) -> bytearray:
+        """Return, for each of `count` images, whether it is recorded; refuse one that is there twice or not ours."""
+        recorded = bytearray(count)
+        for record in self.records():
+            index = record["index"]
+            if not 0 <= index < count or recorded[index]:
+                raise InputError(f"image {index} should not be in {self.path}, or is there twice. {START_AGAIN}")
+            recorded[index] = 1
+        return recorded
+
+    def image_digests(self) -> Iterator[tuple[int, Any]]:
+        """Yield the numbers of recorded images with the digests of their pixels, None for those that were not readable.
+
+        Records of older releases that say `error` have no digest; they claim nothing.
+        """
+        for record in self.records():
+            if "image" in record:
+                yield record["index"], record["image"]
+            elif "error" not in record:
+                raise InputError(
+                    f"{self.path} is of an older release and does not say which pixels it is about. "
+                    "Give another --out to start again."
+                )
+
     # -- writing -------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def locked(self, *, first: bool) -> Iterator["Lock"]:
-        """Hold the folder until the block ends or the process dies; refuse where another run holds it.
-
-        The first process of a run holds it alone until it calls `share`; only then may the others of that run enter.
-        """
-        self._make()
-        with self._lock_file() as file:
-            lock = Lock(file.fileno(), self.path)
-            lock.take(fcntl.LOCK_EX if first else fcntl.LOCK_SH)
-            yield lock
+    def lock(self, rank: int = 0) -> Iterator[None]:
+        """Make the folder, and hold it until the block ends or the process dies; refuse where another run holds it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"`--out` must be a folder that can be made; got {self.path}: {error.strerror}.") from None
+        with lock_folder(self.path, rank):
+            yield
 
     def begin(self, run: Run, check: Callable[[], None] = lambda: None, *, mix_versions: bool = False) -> None:
         """Write run.json, or check that the run that is already here has the same settings and versions.
 
         `check` is called before anything is written, once the settings are known to be the same. `mix_versions` lets
-        other versions go on with the run, and adds them to run.json. A finished run may have any.
+        other versions resume the run, and adds them to run.json. A complete run may have any.
         """
         there = self.run()
         if there is None:
@@ -102,107 +125,59 @@ class Folder:
                 f"{self.path} holds a run of another kind: {there.kind}, not {run.kind}. "
                 "Give another --out, or remove that folder."
             )
-        kept, wanted = dict(flatten(there.settings)), dict(flatten(run.settings))
-        names = [name for name in {**kept, **wanted} if name not in FREE and kept.get(name) != wanted.get(name)]
+        before, now = dict(flatten(there.settings)), dict(flatten(run.settings))
+        names = [name for name in {**before, **now} if name not in FREE and before.get(name) != now.get(name)]
         if names:
-            told = "; ".join(f"{name} {_brief(kept.get(name))}, not {_brief(wanted.get(name))}" for name in names[:3])
+            told = "; ".join(
+                f"{name} {_shorten(before.get(name))}, not {_shorten(now.get(name))}" for name in names[:3]
+            )
             raise InputError(
                 f"{self.path} holds a run with other settings: {told}. Give another --out, or remove that folder."
             )
-        both = None if self.finished else self._mixed(there, run, mix_versions=mix_versions)
+        mixed = None if self.finished else self._mix_versions(there, run, allowed=mix_versions)
         check()
-        if both is not None:
-            self.write("run.json", both)
+        if mixed is not None:
+            self.write("run.json", mixed)
 
-    def _mixed(self, there: Run, run: Run, *, mix_versions: bool) -> Run | None:
+    def _mix_versions(self, there: Run, run: Run, *, allowed: bool) -> Run | None:
         """Return run.json with the versions of this start, too; None where they are known already."""
-        began, here = there.environment, run.environment
-        others = {
-            name: (str(began[name]), str(here[name]))
+        before, now = there.environment, run.environment
+        new = {
+            name: (str(before[name]), str(now[name]))
             for name in VERSIONS
-            if name in began and name in here and str(here[name]) not in str(began[name]).split(AND)
+            if name in before and name in now and str(now[name]) not in str(before[name]).split(AND)
         }
-        if not others:
+        if not new:
             return None
-        if not mix_versions:
-            told = "; ".join(f"{name} {kept}, not {found}" for name, (kept, found) in others.items())
+        if not allowed:
+            told = "; ".join(f"{name} {old}, not {other}" for name, (old, other) in new.items())
             raise InputError(
                 f"{self.path} was begun with other versions, which may round differently: {told}. "
-                "Give --mix-versions to go on all the same, or another --out to begin anew."
+                "Give --mix-versions to resume it anyway, or another --out to start again."
             )
-        both = {name: f"{kept}{AND}{found}" for name, (kept, found) in others.items()}
-        return msgspec.structs.replace(there, environment={**began, **both})
+        both = {name: f"{old}{AND}{other}" for name, (old, other) in new.items()}
+        return msgspec.structs.replace(there, environment={**before, **both})
 
     @contextmanager
-    def appending(self, shard: int) -> Iterator["Appender"]:
+    def open_shard(self, number: int) -> Iterator["Appender"]:
         """Open the records of one shard for appending, without what is left of a torn line."""
-        path = self.path / f"records-{shard:05d}.jsonl"
-        with _said_of(path):
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            with _said_of(path):
-                os.ftruncate(descriptor, _whole(descriptor))
-            yield Appender(descriptor, path)
-            with _said_of(path):
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        path = self.path / f"records-{number:05d}.jsonl"
+        with atomic.explain_failure(path):
+            file = open(path, "ab+", buffering=0)  # noqa: SIM115
+        with file:
+            with atomic.explain_failure(path):
+                os.ftruncate(file.fileno(), _find_last_line_end(file.fileno()))
+            yield Appender(file.fileno(), path)
+            with atomic.explain_failure(path):
+                os.fsync(file.fileno())
 
     def write(self, name: str, value: Any) -> None:
         """Write a JSON file, all or nothing."""
-        self.write_bytes(name, to_json(value).encode())
+        atomic.write_bytes(self.path / name, to_json(value).encode())
 
     def write_bytes(self, name: str, content: bytes, *, durable: bool = True) -> None:
         """Write a file, all or nothing; `durable` waits until it would survive a power failure, too."""
-        draft = self.path / f".{name}.{os.getpid()}.draft"
-        try:
-            with _said_of(self.path / name):
-                with open(draft, "wb") as file:
-                    file.write(content)
-                    if durable:
-                        file.flush()
-                        os.fsync(file.fileno())
-                os.replace(draft, self.path / name)
-        finally:
-            with suppress(OSError):
-                draft.unlink()
-
-    def _lock_file(self) -> BinaryIO:
-        try:
-            return open(self.path / LOCK, "ab")
-        except OSError as error:
-            raise InputError(f"`--out` must be a folder to write in; got {self.path}: {error.strerror}.") from None
-
-    def _make(self) -> None:
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"`--out` must be a folder that can be made; got {self.path}: {error.strerror}.") from None
-
-
-@final
-@dataclass(frozen=True)
-class Lock:
-    """The lock on a run's folder; where it is not `needed`, a file system without locks will do."""
-
-    descriptor: int
-    path: Path
-    needed: bool = True
-
-    def share(self) -> None:
-        """Let the other processes of this run in; a second run stays out."""
-        self.take(fcntl.LOCK_SH)
-
-    def take(self, kind: int) -> None:
-        """Take the lock, or change its kind, without waiting."""
-        try:
-            fcntl.flock(self.descriptor, kind | fcntl.LOCK_NB)
-        except OSError as error:
-            if not self.needed and not isinstance(error, BlockingIOError):
-                return
-            raise InputError(
-                f"another process is working in {self.path}. Wait until it ends, or give another folder."
-            ) from None
+        atomic.write_bytes(self.path / name, content, durable=durable)
 
 
 @final
@@ -218,7 +193,7 @@ class Appender:
         lines = "".join(json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n" for record in records)
         left = memoryview(lines.encode())
         end = os.fstat(self.descriptor).st_size
-        with _said_of(self.path):
+        with atomic.explain_failure(self.path):
             try:
                 while left:
                     left = left[os.write(self.descriptor, left) :]
@@ -229,27 +204,53 @@ class Appender:
 
 
 @contextmanager
-def _said_of(path: Path) -> Iterator[None]:
-    """Say in one sentence which file cannot be written, and why."""
+def lock_folder(path: str | os.PathLike[str], rank: int = 0) -> Iterator[None]:
+    """Hold a folder until the block ends or the process dies; refuse where another run holds it.
+
+    Every process of a run holds a file of its own. The first enters only where no process of another run is left.
+    """
+    folder = Path(path)
+    own = folder / (LOCK if rank == 0 else f"{LOCK}-{rank:05d}")
+    with _hold(own):
+        for other in folder.glob(f"{LOCK}-*") if rank == 0 else ():
+            with _hold(other):
+                pass
+        yield
+
+
+@contextmanager
+def _hold(path: Path) -> Iterator[None]:
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise InputError(
+            f"another process is working in {path.parent}. Wait until it ends, or give another folder."
+        ) from None
+    except OSError as error:
+        raise InputError(f"{path.parent} must be a folder to write in: {error.strerror}.") from None
     try:
         yield
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}. Make room, or go elsewhere.") from None
+    finally:
+        with suppress(OSError):  # Windows refuses, and removes the file when it is released
+            path.unlink()
+        lock.release()
 
 
-def _whole(descriptor: int, block: int = 1 << 16) -> int:
+def _find_last_line_end(descriptor: int, block: int = 1 << 16) -> int:
     """Return where the last whole line of a file ends."""
     end = os.fstat(descriptor).st_size
     while end > 0:
         start = max(0, end - block)
-        found = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
+        os.lseek(descriptor, start, os.SEEK_SET)
+        newline = os.read(descriptor, end - start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
         end = start
     return 0
 
 
-def _parsed(line: bytes, where: str) -> Record:
+def _parse(line: bytes, where: str) -> Record:
     try:
         record = json.loads(line)
     except ValueError:
@@ -259,6 +260,6 @@ def _parsed(line: bytes, where: str) -> Record:
     return record
 
 
-def _brief(value: object) -> str:
+def _shorten(value: object) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, final
 
-from patchguard.data.classes import CIFAR10, IMAGENETTE
+from patchguard.data.catalog import CIFAR10_CLASSES, IMAGENETTE_CLASSES
 from patchguard.defenses import DoubleMasking, RobustMasking
 from patchguard.defenses.evidence import Evidence
 from patchguard.geometry.preprocess import CenterCrop, Preprocess, Resize
@@ -84,7 +84,7 @@ def _mask_bn_cifar10(mode: Literal["bicubic", "nearest"]) -> Preset:
         preprocess=Preprocess((Resize(height=192, width=192, mode=mode),)),
         patch=Patch(5),
         size=(32, 32),
-        class_names=CIFAR10,
+        class_names=CIFAR10_CLASSES,
     )
 
 
@@ -104,18 +104,18 @@ def _mask_ds_photos(dataset: str, classes: int, names: tuple[str, ...]) -> Prese
 
 PRESETS: dict[str, Preset] = {
     "mask_bn_imagenet": _mask_bn_photos("ImageNet", 1000, ()),
-    "mask_bn_imagenette": _mask_bn_photos("ImageNette", 10, IMAGENETTE),
+    "mask_bn_imagenette": _mask_bn_photos("ImageNette", 10, IMAGENETTE_CLASSES),
     "mask_bn_cifar10": _mask_bn_cifar10("bicubic"),
     "mask_bn_cifar10_nearest": _mask_bn_cifar10("nearest"),
     "mask_ds_imagenet": _mask_ds_photos("ImageNet", 1000, ()),
-    "mask_ds_imagenette": _mask_ds_photos("ImageNette", 10, IMAGENETTE),
+    "mask_ds_imagenette": _mask_ds_photos("ImageNette", 10, IMAGENETTE_CLASSES),
     "mask_ds_cifar10": Preset(
         description="Mask-DS on CIFAR-10: DS-4-ResNet-18 at 32 px, robust masking of confidence, 5 px patch",
         model="ds_resnet18",
         evidence=CONFIDENCE,
         patch=Patch(5),
         size=(32, 32),
-        class_names=CIFAR10,
+        class_names=CIFAR10_CLASSES,
     ),
     "double_srf_cifar10": Preset(
         description="Double masking on CIFAR-10: Srf at 32 px, signed logits, 5 px patch",
@@ -124,6 +124,6 @@ PRESETS: dict[str, Preset] = {
         defense=DoubleMasking,
         patch=Patch(5),
         size=(32, 32),
-        class_names=CIFAR10,
+        class_names=CIFAR10_CLASSES,
     ),
 }

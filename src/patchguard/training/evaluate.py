@@ -7,7 +7,7 @@ from typing import Any, final
 
 import torch
 
-from patchguard.data.datasets import Dataset
+from patchguard.data.dataset import Dataset
 from patchguard.errors import InputError
 from patchguard.guard import Guard
 from patchguard.patch import Patch

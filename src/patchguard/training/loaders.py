@@ -10,7 +10,7 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from patchguard.data.dataset import Dataset
-from patchguard.data.loading import batches
+from patchguard.data.loading import iterate_batches
 from patchguard.data.source import Source
 
 Batch: TypeAlias = tuple[UInt8[Tensor, "batch 3 height width"], Int64[Tensor, " batch"]]
@@ -62,12 +62,12 @@ class StreamingLoader:
     def first(self, count: int) -> Batch:
         """Return the first images that can be read."""
         some = self.source.subset(range(min(count, self.count)))
-        images, targets = next(batches(some, size=self.size, batch_size=count, workers=0, seed=None))
+        images, targets = next(iterate_batches(some, size=self.size, batch_size=count, workers=0, seed=None))
         return images.to(self.device), targets.to(self.device)
 
     def epoch(self, number: int, batch_size: int, part: slice, generator: torch.Generator) -> Iterator[Batch]:
         """Yield `part` of every full batch, in an order that depends on the seed and the epoch alone."""
-        shuffled = batches(
+        shuffled = iterate_batches(
             self.source, size=self.size, batch_size=batch_size, workers=self.workers, seed=self.seed, epoch=number
         )
         for images, targets in shuffled:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 from patchguard import runtime
-from patchguard.data.datasets import Dataset
+from patchguard.data.dataset import Dataset
 from patchguard.errors import InputError
 from patchguard.training import checkpoint, curve
 from patchguard.training.curriculum import learning_rate, stage_at, stage_fractions

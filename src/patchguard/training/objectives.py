@@ -63,10 +63,6 @@ class Objective(ABC):
         """Return the guard to train, with fresh weights."""
 
     @abstractmethod
-    def prepare(self, guard: Any) -> None:
-        """Compute what all steps share, while the network is on the CPU."""
-
-    @abstractmethod
     def attach(self, model: LocalModel) -> nn.Module:
         """Train this network; return the module that a step runs, which may be compiled or replicated."""
 
@@ -96,8 +92,13 @@ def build_guard(recipe: Recipe, size: Size, class_names: tuple[str, ...]) -> Any
 class CellObjective(Objective):
     """Losses on the evidence of cells; an ablation may learn from a few regions of each image only."""
 
+    def __init__(self, recipe: Recipe, size: Size, device: torch.device) -> None:
+        super().__init__(recipe, size, device)
+        none = torch.empty(0, 4, dtype=torch.int64, device=device)
+        self.masks = {(stage.mask_step, stage.subsampled): none for stage in plan_stages(recipe)}
+
     def build_guard(self, class_names: tuple[str, ...]) -> LocalGuard[Any]:
-        """Return a guard with masks that fit the recipe's patch."""
+        """Return a guard with masks that fit the recipe's patch, and compute those that the losses search."""
         recipe, settings = self.recipe, self.recipe.guard
         defenses: dict[str, Defense[Any]] = {
             "DoubleMasking": DoubleMasking(masks=_ANY, tau=settings.tau),
@@ -108,23 +109,20 @@ class CellObjective(Objective):
         model = build(recipe.model.name, classes=len(class_names), **recipe.model.settings)
         evidence = Evidence(kind=settings.evidence, low=settings.low, drift=settings.drift)
         guard = LocalGuard(self.preprocess, model, evidence, defenses[settings.defense], class_names)
+        if losses.uses_masks(recipe.loss.weights):
+            self._compute_masks(guard.windows(recipe.patch, *self.size), model)
         return guard.for_patch(recipe.patch, *self.size)
 
-    def prepare(self, guard: LocalGuard[Any]) -> None:
-        """Compute the masks of each stage, by its step and whether it is subsampled; none where no loss uses them."""
-        recipe = self.recipe
-        stages = [(stage.mask_step, stage.subsampled) for stage in plan_stages(recipe)]
-        self.masks = {key: torch.empty(0, 4, dtype=torch.int64, device=self.device) for key in stages}
-        if not losses.uses_masks(recipe.loss.weights):
-            return
-        windows = guard.windows(recipe.patch, *self.size)
-        if recipe.loss.regions > 0 and isinstance(guard.model, Ablation):
-            windows = project_to_regions(windows, recipe.loss.regions)
-        if (side := recipe.loss.mask_cells) is not None:
+    def _compute_masks(self, windows: Windows, model: LocalModel) -> None:
+        """Compute the masks of each stage, by its step and whether it is subsampled."""
+        loss = self.recipe.loss
+        if loss.regions > 0 and isinstance(model, Ablation):
+            windows = project_to_regions(windows, loss.regions)
+        if (side := loss.mask_cells) is not None:
             windows = Windows.sliding(grid=windows.grid, size=(min(side, windows.grid[0]), min(side, windows.grid[1])))
-        for step, subsampled in stages:
-            boxes = losses.to_boxes(coarsen(windows, step or 1), self.device)
-            self.masks[step, subsampled] = subsample_boxes(boxes) if subsampled else boxes
+        for stage in plan_stages(self.recipe):
+            boxes = losses.to_boxes(coarsen(windows, stage.mask_step or 1), self.device)
+            self.masks[stage.mask_step, stage.subsampled] = subsample_boxes(boxes) if stage.subsampled else boxes
 
     def attach(self, model: LocalModel) -> nn.Module:
         """Run the whole network; of an ablation that sees regions, the classifier behind it."""
@@ -195,9 +193,6 @@ class IntervalObjective(Objective):
         model: Any = build(self.recipe.model.name, classes=len(class_names), **self.recipe.model.settings)
         model.check_size(*self.size)
         return IntervalGuard(model, class_names)
-
-    def prepare(self, guard: IntervalGuard) -> None:
-        """Do nothing: positions are drawn in every step."""
 
     def attach(self, model: LocalModel) -> nn.Module:
         """Run the network on images and, by interval bounds, on everything that patches can show."""

@@ -17,18 +17,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from patchguard.models.base import CIFAR10_MEAN, CIFAR10_STD
-from patchguard.patch import Patch
-from patchguard.training.recipe import (
-    AugmentationSettings,
-    DataSettings,
-    EvaluationSettings,
-    GuardSettings,
-    LossSettings,
-    ModelSettings,
-    OptimizerSettings,
-    Recipe,
-    ScheduleSettings,
-)
+from patchguard.training.recipe import Recipe, make_recipe
 
 
 class Entry(NamedTuple):
@@ -38,106 +27,84 @@ class Entry(NamedTuple):
     build: Callable[[], Recipe]
 
 
-_MEAN_STD: dict[str, Any] = {"mean": list(CIFAR10_MEAN), "std": list(CIFAR10_STD)}
+_MEAN_STD = {"mean": list(CIFAR10_MEAN), "std": list(CIFAR10_STD)}
+_SGD = {"name": "sgd", "momentum": 0.9, "nesterov": False, "clip_grad_norm": None, "ema_decay": 0.0}
+_STEPS = {"name": "step", "epochs": 20, "lr_warmup_fraction": 0.0}
 # "20 epochs with a batch size of 64 [...] SGD with a 0.001 initial learning rate and a 0.9 momentum"
 _RETRAIN: dict[str, Any] = {
-    "optimizer": OptimizerSettings(
-        name="sgd",
-        batch_size=64,
-        momentum=0.9,
-        nesterov=False,
-        weight_decay=0.0,
-        clip_grad_norm=None,
-        ema_decay=0.0,
-    ),
-    "schedule": ScheduleSettings(name="step", epochs=20, max_lr=0.001, lr_warmup_fraction=0.0, lr_milestones=()),
+    "optimizer": {**_SGD, "batch_size": 64, "weight_decay": 0.0},
+    "schedule": {**_STEPS, "max_lr": 0.001, "lr_milestones": []},
 }
 # "20 epochs [...] 0.01 initial learning rate, 0.9 momentum, and a 5e-4 weight decay [...] 0.1 every 10 epochs"
 _FROM_SCRATCH: dict[str, Any] = {
-    "optimizer": {"batch_size": 128, "weight_decay": 5e-4},
-    "schedule": {"max_lr": 0.01, "lr_milestones": [0.5], "lr_gamma": 0.1},
+    "optimizer": {**_SGD, "batch_size": 128, "weight_decay": 5e-4},
+    "schedule": {**_STEPS, "max_lr": 0.01, "lr_milestones": [0.5], "lr_gamma": 0.1},
 }
-_CONVENTIONAL = LossSettings(weights={"plain": 1.0}, warmup_fraction=1.0)
-_BANDS = LossSettings(weights={"local": 1.0}, warmup_fraction=0.0, regions=1)
-_MASKED_LOGITS = GuardSettings(defense="RobustMasking", low=0.0)
-_MASKED_CONFIDENCE = GuardSettings(defense="RobustMasking", evidence="confidence")
-_UNDEFENDED = GuardSettings(defense="Undefended")
+_CONVENTIONAL: dict[str, Any] = {"loss": {"weights": {"plain": 1.0}, "warmup_fraction": 1.0}}
+_BAGNET: dict[str, Any] = {"model": {"name": "bagnet17"}, "guard": {"defense": "RobustMasking", "low": 0.0}}
+_BANDS: dict[str, Any] = {
+    "guard": {"defense": "RobustMasking", "evidence": "confidence"},
+    "loss": {"weights": {"local": 1.0}, "warmup_fraction": 0.0, "regions": 1},
+}
+_UNDEFENDED: dict[str, Any] = {"guard": {"defense": "Undefended"}, **_CONVENTIONAL}
 
 
-def _photos(
-    name: str, dataset: str, *, size: int = 224, patch: int = 32, others: tuple[int, ...] = (23, 39), **groups: Any
-) -> Recipe:
-    """Photos of 224 x 224, mirrored at random, with the 2 % patch."""
-    return Recipe(
-        name=name,
-        patch=Patch(patch),
-        data=DataSettings(dataset=dataset, image_size=size),
-        augmentation=AugmentationSettings(crop_padding=0),
-        evaluation=EvaluationSettings(held_out=5000 if dataset == "imagenet" else 0.1, other_patches=others),
+def _photos(name: str, dataset: str, side: int, patch: int, others: list[int], **groups: Any) -> Recipe:
+    """Photos, mirrored at random, with the 2 % patch."""
+    return make_recipe(
+        f"paper_{dataset}_{name}",
+        patch=patch,
+        data={"dataset": dataset, "image_size": side},
+        augmentation={"crop_padding": 0},
+        evaluation={"held_out": 5000 if dataset == "imagenet" else 0.1, "other_patches": others},
         **_RETRAIN,
         **groups,
     )
 
 
 def _photo_bagnet(dataset: str) -> Recipe:
-    model = ModelSettings(name="bagnet17")
-    return _photos(f"paper_{dataset}_bn17", dataset, model=model, guard=_MASKED_LOGITS, loss=_CONVENTIONAL)
+    return _photos("bn17", dataset, 224, 32, [23, 39], **_BAGNET, **_CONVENTIONAL)
 
 
 def _photo_bands(dataset: str) -> Recipe:
     """Bands of 25 columns at 299 px; 1, 2 and 3 % of that are squares of 30, 42 and 52 pixels."""
-    groups: dict[str, Any] = {"model": ModelSettings(name="ds_resnet50"), "guard": _MASKED_CONFIDENCE, "loss": _BANDS}
-    return _photos(f"paper_{dataset}_ds", dataset, size=299, patch=42, others=(30, 52), **groups)
+    return _photos("ds", dataset, 299, 42, [30, 52], model={"name": "ds_resnet50"}, **_BANDS)
 
 
 def _photo_resnet(dataset: str) -> Recipe:
-    groups: dict[str, Any] = {"model": ModelSettings(name="resnet50"), "guard": _UNDEFENDED, "loss": _CONVENTIONAL}
-    return _photos(f"paper_{dataset}_resnet50", dataset, others=(), **groups)
+    return _photos("resnet50", dataset, 224, 32, [], model={"name": "resnet50"}, **_UNDEFENDED)
 
 
 def _provable(build: Callable[[], Recipe]) -> Recipe:
     """Add "provable adversarial training with a 6x6 feature masks for additional 20 epochs"."""
     before = build()
     loss = {"weights": {"provable": 1.0}, "warmup_fraction": 0.0, "mask_steps": [[0.0, 1]], "mask_cells": 6}
-    return before.override({"name": f"{before.name}_provable", "init_from": before.name, "loss": loss})
+    return make_recipe(f"{before.name}_provable", before, model={"init_from": before.name}, loss=loss)
 
 
 def _cifar10_resnet() -> Recipe:
-    return Recipe(
-        name="paper_cifar10_resnet50",
-        model=ModelSettings(name="resnet50", settings={"small_images": True, **_MEAN_STD}),
-        guard=_UNDEFENDED,
-        loss=_CONVENTIONAL,
-        evaluation=EvaluationSettings(other_patches=()),
-        **_RETRAIN,
-    ).override(_FROM_SCRATCH)
+    return make_recipe(
+        "paper_cifar10_resnet50",
+        model={"name": "resnet50", "settings": {"small_images": True, **_MEAN_STD}},
+        evaluation={"other_patches": []},
+        **_UNDEFENDED,
+        **_FROM_SCRATCH,
+    )
 
 
 def _cifar10_resnet_192() -> Recipe:
-    return _cifar10_resnet().override(
-        {"name": "paper_cifar10_resnet50_192", "input_size": 192, "model.settings": _MEAN_STD}
-    )
+    changes: dict[str, Any] = {"model": {"settings": _MEAN_STD}, "guard": {"input_size": 192}}
+    return make_recipe("paper_cifar10_resnet50_192", _cifar10_resnet(), **changes)
 
 
 def _cifar10_bagnet() -> Recipe:
-    return Recipe(
-        name="paper_cifar10_bn17",
-        model=ModelSettings(name="bagnet17"),
-        guard=GuardSettings(defense="RobustMasking", low=0.0, input_size=192),
-        loss=_CONVENTIONAL,
-        **_RETRAIN,
-    )
+    recipe = make_recipe("paper_cifar10_bn17", **_BAGNET, **_CONVENTIONAL, **_RETRAIN)
+    return recipe.override({"guard.input_size": 192})
 
 
 def _cifar10_bands() -> Recipe:
     """Return the numbers for ResNet: the paper takes published weights."""
-    return Recipe(
-        name="paper_cifar10_ds",
-        model=ModelSettings(name="ds_resnet18"),
-        guard=_MASKED_CONFIDENCE,
-        loss=_BANDS,
-        **_RETRAIN,
-    ).override(_FROM_SCRATCH)
+    return make_recipe("paper_cifar10_ds", model={"name": "ds_resnet18"}, **_BANDS, **_FROM_SCRATCH)
 
 
 def _list_photo_recipes(dataset: str, title: str) -> list[Entry]:
@@ -166,4 +133,3 @@ ENTRIES = [
     ),
     Entry("DS-4-ResNet-18 on CIFAR-10 with the paper's numbers for ResNet.", _cifar10_bands),
 ]
-RECIPES = {entry.build().name: entry for entry in ENTRIES}

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from patchguard import models
-from patchguard.data.classes import IMAGENETTE
+from patchguard.data.catalog import IMAGENETTE_CLASSES
 from patchguard.defenses import Undefended
 from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
@@ -86,7 +86,7 @@ def imagenette_resnet50(path: str | Path, *, stride_on: StrideOn = "1x1", width:
     Tensors have the usual names (conv1.weight, layer1.0.conv1.weight, ..., fc.bias). `stride_on` says which convolution
     of a block has the stride: the 1x1 in Keras's weights, the 3x3 in torchvision's. `width` is that of the network.
     """
-    return _resnet50(path, ROWS, IMAGENETTE, stride_on, width)
+    return _resnet50(path, ROWS, IMAGENETTE_CLASSES, stride_on, width)
 
 
 def imagenet_resnet50(path: str | Path, *, stride_on: StrideOn = "1x1", width: float = 1.0) -> LocalGuard[Any]:

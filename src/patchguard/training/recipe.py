@@ -304,6 +304,11 @@ PATHS |= {old: PATHS[new] for old, new in ALIASES.items()}
 MAPPINGS = (PATHS["loss.weights"], PATHS["model.settings"])  # whose entries can be set one by one
 
 
+def make_recipe(name: str, base: Recipe | None = None, **settings: Any) -> Recipe:
+    """Return a recipe with these settings, by group; all others are those of `base`, or the defaults."""
+    return (base or Recipe(name=name)).override({"name": name, **settings})
+
+
 def read_recipe(settings: Mapping[str, Any]) -> Recipe:
     """Return the recipe that a model file, a checkpoint or a JSON file holds, in the words of any release.
 

@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 
 from patchguard import runtime
-from patchguard.data import datasets
-from patchguard.data.dataset import held_out_places
-from patchguard.data.datasets import Dataset
-from patchguard.data.loading import loaded
-from patchguard.data.source import Source
+from patchguard.data.dataset import Dataset, hold_out, hold_out_indices
+from patchguard.data.loading import load_images, load_splits
+from patchguard.data.source import Source, open_splits
 from patchguard.errors import InputError
 from patchguard.guard import Guard
 from patchguard.patch import Patch
@@ -112,16 +110,10 @@ def train(
     if options.deterministic:
         runtime.use_deterministic_kernels()
     with runtime.process_group(runtime.resolve_device(options.device)) as device:
-        return _train(options, device, on_epoch, on_step, should_stop)
+        return _train(options, device, on_epoch=on_epoch, on_step=on_step, should_stop=should_stop)
 
 
-def _train(
-    options: Options,
-    device: torch.device,
-    on_epoch: loop.OnEpoch,
-    on_step: OnStep,
-    should_stop: Callable[[], bool],
-) -> dict[str, Any] | None:
+def _train(options: Options, device: torch.device, **callbacks: Any) -> dict[str, Any] | None:
     recipe = options.recipe
     if device.type == "cuda" and not options.deterministic:
         torch.backends.cudnn.benchmark = True
@@ -139,9 +131,7 @@ def _train(
         epochs=options.read_epochs(),
         budget=options.budget(certified),
         held_out=held_out if len(held_out) else None,
-        on_epoch=on_epoch,
-        on_step=on_step,
-        should_stop=should_stop,
+        **callbacks,
     )
     if not finished or runtime.rank() > 0:
         return None
@@ -167,20 +157,20 @@ def load_data(options: Options, device: torch.device) -> tuple[Dataset | Source,
     """
     recipe, size = options.recipe, options.recipe.source_size
     if recipe.data.dataset == "cifar10":
-        splits = datasets.load(recipe.data.dataset, options.data)
+        splits = load_splits(recipe.data.dataset, options.data)
         images = splits.train if options.limit is None else splits.train.subset(slice(0, options.limit))
-        train_set, held_out = datasets.hold_out(images, recipe.count_held_out(len(images)))
+        train_set, held_out = hold_out(images, recipe.count_held_out(len(images)))
         return train_set, held_out, splits.test if options.test else None
-    source, test_source = datasets.sources(recipe.data.dataset, options.data)
+    source, test_source = open_splits(recipe.data.dataset, options.data)
     # Files are sorted by class: evenly spaced images are of all classes.
-    source = source if options.limit is None else source.limited(options.limit)
-    test = loaded(test_source, size=size)[0] if options.test else None
+    source = source if options.limit is None else source.limit(options.limit)
+    test = load_images(test_source, size=size)[0] if options.test else None
     if fits_in_memory(len(source), size, device):
-        whole = loaded(source, size=size)[0]
-        return *datasets.hold_out(whole, recipe.count_held_out(len(whole))), test
+        whole = load_images(source, size=size)[0]
+        return *hold_out(whole, recipe.count_held_out(len(whole))), test
     logger.info("%s images do not fit into memory and are decoded anew in every epoch", f"{len(source):,}")
-    kept, apart = held_out_places(len(source), recipe.count_held_out(len(source)))
-    held_out = loaded(source.subset(apart.tolist()), size=size)[0]
+    kept, apart = hold_out_indices(len(source), recipe.count_held_out(len(source)))
+    held_out = load_images(source.subset(apart.tolist()), size=size)[0]
     return source.subset(kept.tolist()), held_out, test
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from patchguard import runtime
-from patchguard.data.datasets import Dataset
+from patchguard.data.dataset import Dataset
 from patchguard.data.source import Source
 from patchguard.errors import InputError
 from patchguard.runtime import derive_seed
@@ -61,7 +61,6 @@ class Trainer:
             self.guard: TrainableGuard = self.objective.build_guard(data.class_names)
         if recipe.model.init_from is not None:
             init_from(self.guard.model, recipe.model.init_from)
-        self.objective.prepare(self.guard)
         teacher = recipe.loss.teacher
         self.teacher = None if teacher is None else load_teacher(teacher, self.guard.model.classes, device)
         self.guard.model.to(device=device, memory_format=memory_format_of(device))

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from patchguard.errors import InputError
-from patchguard.geometry.rules.neighborhood import any_window_meets_input, window_taps
+from patchguard.geometry.rules.layout import Call, Constant, Layout, RuleError
+from patchguard.geometry.rules.neighborhood import any_window_meets_input, convolve, window_taps
 from patchguard.models import wrap
 
 ONLY_PADDING = "has only windows that lie wholly in the padding"
@@ -125,3 +126,11 @@ def test_a_convolution_along_one_axis_reads_rows_or_columns() -> None:
     network = Layer(along_columns, nn.Conv1d(3, 2, 3, stride=2, padding=1, dilation=2))
     check_field(network, (4, 9), exact=True)
     assert derive_layout(network, (4, 9)).shape[2:] == (4, 4)
+
+
+def test_a_transposed_convolution_has_no_rule() -> None:
+    arguments = {"input": Layout.of_images(7, 3, 5, 6), "weight": Constant((3, 2, 1, 1)), "bias": None}
+    arguments |= {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1], "transposed": False}
+    assert convolve(Call("convolution", arguments, ((7, 2, 5, 6),))).shape == (7, 2, 5, 6)
+    with pytest.raises(RuleError, match="is a transposed convolution"):
+        convolve(Call("convolution", arguments | {"transposed": True}, ((7, 2, 5, 6),)))

@@ -69,6 +69,9 @@ def test_single_rows_and_columns_are_kept_by_a_view() -> None:
     assert kinds(small.view((7, 3))) == ["images of the batch", "channels and rows and columns"]
     assert kinds(small.view((7, 3, 1, 1, 1))) == ["images of the batch", "channels", "rows", "columns", "nothing"]
     assert kinds(small.view((21, 1))) == ["images of the batch and channels", "rows and columns"]
+    assert kinds(small.view((7, 3, 1))) == ["images of the batch", "channels", "rows and columns"]
+    single = Layout.of_images(7, 1, 1, 5)
+    assert kinds(single.view((7, 1, 1, 5))) == ["images of the batch", "nothing", "rows", "columns"]
 
 
 @pytest.mark.parametrize("shape", [(6, 7, 4, 5), (7, 4, 6, 5), (7, 6, 5, 4), (7, 6, 2, 10), (7, 4, 30), (7, 9, 4, 5)])

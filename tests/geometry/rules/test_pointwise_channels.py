@@ -78,12 +78,13 @@ def test_mixing_channels_keeps_the_box_and_the_image(name: str) -> None:
 def test_a_sum_reads_what_its_summands_and_factors_read() -> None:
     torch.manual_seed(0)
 
-    def product(x: Tensor, narrow: nn.Module, wide: nn.Module) -> Tensor:
-        tokens = [f(x).permute(0, 2, 3, 1).reshape(-1, 2, 2) for f in (narrow, wide, narrow)]
+    def product(x: Tensor, *parts: nn.Module) -> Tensor:
+        tokens = [f(x).permute(0, 2, 3, 1).reshape(-1, 2, 2) for f in parts]
         return torch.baddbmm(*tokens).reshape(-1, *SIZE, 4).permute(0, 3, 1, 2)
 
-    check_field(Layer(product, nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1)), SIZE, exact=True)
-    check_field(Layer(product, nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1)), SIZE, exact=True)
+    narrow, wide = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1)
+    for parts in ((wide, narrow, narrow), (narrow, wide, narrow), (narrow, narrow, wide)):
+        check_field(Layer(product, *parts), SIZE, exact=True)
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {

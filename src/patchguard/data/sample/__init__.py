@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from patchguard.data.classes import CIFAR10
+from patchguard.data.catalog import CIFAR10_CLASSES
 from patchguard.data.dataset import Dataset
 
 FILE = Path(__file__).parent / "cifar10.npz"
@@ -17,10 +17,10 @@ def load() -> Dataset:
     """Return the 500 images, 50 of each class, in the order of the official test set."""
     with np.load(FILE, allow_pickle=False) as archive:
         images, targets = archive["images"], archive["targets"]
-    return Dataset(torch.from_numpy(images), torch.from_numpy(targets.astype(np.int64)), CIFAR10)
+    return Dataset(torch.from_numpy(images), torch.from_numpy(targets.astype(np.int64)), CIFAR10_CLASSES)
 
 
-def positions() -> Int64[Tensor, " count"]:
-    """Return the place of each image in the official test set, counted from 0."""
+def test_indices() -> Int64[Tensor, " count"]:
+    """Return the number of each image in the official test set, counted from 0."""
     with np.load(FILE, allow_pickle=False) as archive:
         return torch.from_numpy(archive["index"].astype(np.int64))

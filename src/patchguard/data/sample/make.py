@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from patchguard.data import cifar10
-from patchguard.data.classes import CIFAR10
-from patchguard.data.draw import spread
+from patchguard.data.catalog import CIFAR10_CLASSES
+from patchguard.data.dataset import sample_evenly
 from patchguard.data.sample import FILE
 
 PER_CLASS = 50
@@ -22,13 +22,13 @@ SEED = 0
 
 
 def sample(root: Path) -> dict[str, np.ndarray]:
-    """Return images, targets and places in the test set of the chosen images.
+    """Return images, targets and numbers in the test set of the chosen images.
 
-    Rule.  Of the places of each class in the official test set, in order, take `spread(50, 1000, seed=0)`.
+    Rule.  Of the numbers of each class in the official test set, in order, take `sample_evenly(50, 1000, seed=0)`.
     """
     images, targets = cifar10.read(root, cifar10.TEST)
-    places = [np.flatnonzero(targets == number) for number in range(len(CIFAR10))]
-    index = np.sort(np.concatenate([of_class[spread(PER_CLASS, len(of_class), SEED)] for of_class in places]))
+    classes = [np.flatnonzero(targets == target) for target in range(len(CIFAR10_CLASSES))]
+    index = np.sort(np.concatenate([numbers[sample_evenly(PER_CLASS, len(numbers), SEED)] for numbers in classes]))
     return {
         "images": images[index],
         "targets": targets[index].astype(np.uint8),

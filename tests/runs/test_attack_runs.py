@@ -12,19 +12,17 @@ import torch
 from helpers import threshold_guard
 
 from patchguard.attacks import Attack, build
-from patchguard.attacks.adapters import Called
-from patchguard.attacks.base import Attacked
+from patchguard.attacks.adapters import FunctionAttack
+from patchguard.attacks.base import AttackResult
 from patchguard.data.source import Source
 from patchguard.defenses import Undefended
-from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
 from patchguard.report import render as report
 from patchguard.runs import attack_gallery
-from patchguard.runs.job import Job
-from patchguard.runs.loop import check_complete, pool
-from patchguard.runs.plan import WrittenPatch
+from patchguard.runs.attack import Trial, describe_budget, refute
+from patchguard.runs.engine import check_complete, worker_pool
+from patchguard.runs.job import Job, WrittenPatch
 from patchguard.runs.records import Folder
-from patchguard.runs.refute import Trial, budget_of, refute
 
 # -- runs from Python --------------------------------------------------------------------------------------------------
 
@@ -54,8 +52,8 @@ def test_any_function_can_be_used_to_refute(tmp_path):
         changed[:, :, 4:6, 4:6] = (targets == 1).float().view(-1, 1, 1, 1)
         return changed
 
-    attack = Called(function=whiten)
-    assert "whiten" in budget_of(attack)["function"]
+    attack = FunctionAttack(function=whiten)
+    assert "whiten" in describe_budget(attack)["function"]
     plain = threshold_guard.make_guard(Undefended())
     outcome = refute(trial(attack, plain), tmp_path, device="cpu")
     found = sorted(Folder(tmp_path).records(), key=lambda each: each["index"])
@@ -68,10 +66,12 @@ def test_any_function_can_be_used_to_refute(tmp_path):
 class Claims(Attack):
     """Changes nothing and claims to have changed every label; a guard that rounds otherwise in a batch might agree."""
 
-    def __call__(self, victim, images, target, patch, *, aim=None, seed=0, numbers=None) -> Attacked:
+    def __call__(self, victim, images, target, patch, *, aim=None, seed=0, numbers=None) -> AttackResult:
         """Return the images as they are."""
         places = torch.zeros(len(images), 1, 2, dtype=torch.int64)
-        return Attacked(images=images, label=1 - target, broken=torch.ones_like(target, dtype=bool), places=places)
+        return AttackResult(
+            images=images, label=1 - target, broken=torch.ones_like(target, dtype=bool), positions=places
+        )
 
     def run(self, *_: object) -> None:
         """Is not called."""
@@ -80,7 +80,7 @@ class Claims(Attack):
 
 @pytest.mark.parametrize("proved", [True, False])
 def test_a_certified_label_that_the_attack_alone_saw_change_is_refuted(tmp_path, monkeypatch, proved):
-    monkeypatch.setattr("patchguard.runs.refute.budget_of", lambda attack: {})
+    monkeypatch.setattr("patchguard.runs.attack.describe_budget", lambda attack: {})
     guard = None if proved else threshold_guard.make_guard(Undefended())
     summary = refute(trial(Claims(), guard), tmp_path, device="cpu").summary
     found = list(Folder(tmp_path).records())
@@ -91,20 +91,20 @@ def test_a_certified_label_that_the_attack_alone_saw_change_is_refuted(tmp_path,
 
 
 def test_an_attack_that_leaves_its_patch_is_a_mistake_of_the_attack(tmp_path):
-    attack = Called(function=lambda images, targets: 1 - images)
+    attack = FunctionAttack(function=lambda images, targets: 1 - images)
     with pytest.raises((InputError, RuntimeError)):
         refute(trial(attack), tmp_path, device="cpu")
     assert not (tmp_path / "summary.json").exists()
 
 
 def test_a_run_is_summed_up_only_when_every_image_is_recorded_once(tmp_path):
-    job, folder = trial(build("colours")).job, Folder(tmp_path / "run")
+    job, folder = trial(build("colors")).job, Folder(tmp_path / "run")
     counts = SimpleNamespace(images=4, errors=0, add=print)
 
     def recorded(*indices: int) -> Folder:
         for shard in folder.shards():
             shard.unlink()
-        with folder.locked(first=True), folder.appending(0) as records:
+        with folder.lock(), folder.open_shard(0) as records:
             records.append([{"index": index, "name": "x"} for index in indices])
         return folder
 
@@ -124,7 +124,7 @@ def test_a_run_that_is_stopped_does_not_begin_what_is_queued():
         go.wait(10)
 
     def stopped() -> None:
-        with pool(1) as workers:
+        with worker_pool(1) as workers:
             for number in range(5):
                 workers.submit(work, number)
             while not begun:
@@ -140,7 +140,7 @@ def test_a_run_that_is_stopped_does_not_begin_what_is_queued():
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("attack")
-    refute(trial(build("colours")), folder, device="cpu")
+    refute(trial(build("colors")), folder, device="cpu")
     return folder
 
 
@@ -184,11 +184,8 @@ def test_maps_of_other_shapes_are_refused(copied):
 
 
 def test_without_a_proof_the_report_shows_the_class_that_came_closest():
-    logits = torch.zeros(2, 4, 1, 1)
-    logits[1, :, 0, 0] = torch.tensor([1.0, 9.0, 5.0, 2.0])
-    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    scores = torch.tensor([1.0, 9.0, 5.0, 2.0], dtype=torch.float64)
     record = {"label": 1, "attacked": 1, "margin": None, "rival": 0}
-    maps = Evidence(low=None)(logits)
-    assert attack_gallery.view(images[0], images[1], record, maps).other == 2
-    assert attack_gallery.view(images[0], images[1], record | {"margin": -1.0}, maps).other == 0
-    assert attack_gallery.view(images[0], images[1], record | {"attacked": 3}, maps).other == 3
+    assert attack_gallery.find_other_class(record, scores) == 2
+    assert attack_gallery.find_other_class(record | {"margin": -1.0}, scores) == 0
+    assert attack_gallery.find_other_class(record | {"attacked": 3}, scores) == 3

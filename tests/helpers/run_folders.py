@@ -61,7 +61,7 @@ def fabricate(
         with run.open_shard(0) as appender:
             appender.append(records)
         chosen = gallery.choose(run.records(), known)[:pictures]
-        gallery.save(run, chosen, [_draw_view(record["index"], draw) for _, record in chosen])
+        gallery.save(run, [_draw_picture(group, record, draw) for group, record in chosen])
         tally = CertifyTally(known)
         for record in run.records():
             tally.add(record)
@@ -106,10 +106,12 @@ def _draw_record(
     }
 
 
-def _draw_view(index: int, draw: np.random.Generator) -> gallery.View:
+def _draw_picture(group: str, record: dict[str, Any], draw: np.random.Generator) -> gallery.Shown:
     """Return a picture of noise; its evidence is a blob in the middle."""
     rows, columns = np.mgrid[0:32, 0:32]
     top, left = draw.integers(8, 24, size=2)
     blob = np.exp(-((rows - top) ** 2 + (columns - left) ** 2) / 60) - 0.15 * draw.random((32, 32))
-    pixels = np.random.default_rng(index).integers(0, 256, (32, 32, 3)).astype(np.uint8)
-    return gallery.View(pixels, blob.astype(np.float32), (0.5 * blob[::-1]).astype(np.float32), [9, 20, 8, 19])
+    pixels = np.random.default_rng(record["index"]).integers(0, 256, (3, 32, 32)).astype(np.uint8)
+    maps = tuple(torch.tensor(each, dtype=torch.float32) for each in (blob, 0.5 * blob[::-1].copy()))
+    guard = SimpleNamespace(picture=lambda *_: Picture(maps, (9, 20, 8, 19)))
+    return gallery.show_certified(group, record, torch.tensor(pixels), guard, None, None)

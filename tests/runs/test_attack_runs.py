@@ -18,7 +18,7 @@ from patchguard.data.source import Source
 from patchguard.defenses import Undefended
 from patchguard.errors import InputError
 from patchguard.report import render as report
-from patchguard.runs import attack_gallery
+from patchguard.runs import gallery
 from patchguard.runs.attack import Trial, describe_budget, refute
 from patchguard.runs.engine import check_complete, worker_pool
 from patchguard.runs.job import Job, WrittenPatch
@@ -186,6 +186,6 @@ def test_maps_of_other_shapes_are_refused(copied):
 def test_without_a_proof_the_report_shows_the_class_that_came_closest():
     scores = torch.tensor([1.0, 9.0, 5.0, 2.0], dtype=torch.float64)
     record = {"label": 1, "attacked": 1, "margin": None, "rival": 0}
-    assert attack_gallery.find_other_class(record, scores) == 2
-    assert attack_gallery.find_other_class(record | {"margin": -1.0}, scores) == 0
-    assert attack_gallery.find_other_class(record | {"attacked": 3}, scores) == 3
+    assert gallery.find_other_class(record, scores) == 2
+    assert gallery.find_other_class(record | {"margin": -1.0}, scores) == 0
+    assert gallery.find_other_class(record | {"attacked": 3}, scores) == 3

@@ -76,7 +76,8 @@ def read_gallery(
     have no maps.
     """
     missing = f"`{folder}` must hold the pictures of its run; remove it and start the run again"
-    entries = convert(read_json(folder / "gallery.json", missing), list[schema], folder / "gallery.json")  # type: ignore[valid-type]
+    listed = convert(read_json(folder / "gallery.json", missing), list, folder / "gallery.json")
+    entries = [convert(entry, schema, folder / "gallery.json") for entry in listed]
     path = folder / "gallery.npz"
     try:
         # Opened here, since numpy leaves a damaged archive open.

@@ -87,7 +87,7 @@ def _require_one_space(runs: Sequence[CertifyRun] | Sequence[AttackRun]) -> None
 def render_run(run: CertifyRun, cards: Sequence[Card[CertifyPicture]]) -> str:
     """Return the page of one run."""
     summary = run.summary
-    kept, refitted, clean = _split_curve(summary)
+    kept, refitted, clean = split_curve(summary)
     lines = [
         Line("masks kept", kept, 0),
         Line("masks refitted to each size", refitted, 1),
@@ -133,7 +133,7 @@ def render_comparison(runs: Sequence[CertifyRun]) -> str:
     ranked = [(name, run.summary.patches[shared].main) for name, run in zip(names, runs, strict=True) if shared]
     charts = []
     for part, title in enumerate(("Masks kept", "Masks refitted to each size")):
-        curves = [_split_curve(run.summary)[part] for run in runs]
+        curves = [split_curve(run.summary)[part] for run in runs]
         lines = [
             Line(name, points, number % LINE_COLORS, dashed=number >= LINE_COLORS)
             for number, (name, points) in enumerate(zip(names, curves, strict=True))
@@ -200,7 +200,7 @@ def replace_unprintable(value: Any) -> Any:
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
-def _split_curve(summary: CertifySummary) -> list[dict[int, Proportion]]:
+def split_curve(summary: CertifySummary) -> list[dict[int, Proportion]]:
     """Return the numbers by side with masks kept, with masks refitted, and refitted without an attack.
 
     Sides of which nothing was measured, since masks for such a patch hide every cell, are left out.

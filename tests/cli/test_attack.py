@@ -232,7 +232,7 @@ def test_a_rule_that_detects_promises_the_label_or_an_alert(run, tmp_path):
     assert summary["alerts"]["correct"] == 8  # the plain sum falls, and an alert is raised
     assert summary["attacked"]["correct"] == summary["certified"]["correct"] == 8
     shown = run("--model", guarded, *GRADIENTS, "--out", tmp_path / "sound")
-    assert "right, and proved to stay (or an alert)" in shown.stdout
+    assert "correct and certified (or an alert)" in shown.stdout
     page = (tmp_path / "sound" / "report.html").read_text()
     assert "are proved to, or to raise an alert, whatever the attack" in page
     assert "takes the label without an alert" in page
@@ -327,7 +327,7 @@ def test_in_network_pixels_the_resized_image_is_attacked(run, tmp_path):
     large = records(tmp_path / "run")["dark/large.png"]
     assert all(top <= 8 and left <= 8 for top, left in large["places"])
     assert json.loads((tmp_path / "run" / "run.json").read_text())["settings"]["patch_space"] == "input"
-    assert "patch on the resized and cropped image was placed" in (tmp_path / "run" / "report.html").read_text()
+    assert "patch on the resized and cropped image." in (tmp_path / "run" / "report.html").read_text()
 
 
 # -- nothing lost ------------------------------------------------------------------------------------------------------

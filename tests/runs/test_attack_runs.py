@@ -154,7 +154,7 @@ def copied(finished, tmp_path) -> Path:
 
 def test_the_page_tells_the_gap_and_opens_offline(copied):
     page = report.write([copied]).read_text()
-    for words in ("Clean accuracy", "Attacked accuracy", "Certified accuracy", "must be 0", "Certified, and it held"):
+    for words in ("Clean accuracy", "Accuracy under attack", "Certified accuracy", "must be 0", "Certified, and held"):
         assert words in page
     assert "<script" not in page
     assert "http" not in page.replace("http-equiv", "")
@@ -179,7 +179,7 @@ def test_maps_of_other_shapes_are_refused(copied):
         arrays = {name: archive[name] for name in archive.files}
     arrays["after_0"] = arrays["after_0"][:2]
     np.savez(copied / "gallery.npz", **arrays)
-    with pytest.raises(InputError, match="maps of one shape"):
+    with pytest.raises(InputError, match="must have one shape"):
         report.write([copied])
 
 

@@ -78,8 +78,8 @@ def test_the_wheel_holds_the_package_its_data_and_nothing_else(wheel: Path) -> N
         "patchguard/py.typed",
         "patchguard/checkpoints/cifar10.safetensors",
         "patchguard/data/sample/cifar10.npz",
-        "patchguard/report/page.css",
-        "patchguard/report/attack.css",
+        "patchguard/report/templates/page.css",
+        "patchguard/report/templates/report.html.j2",
     }
 
 

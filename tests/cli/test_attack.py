@@ -331,7 +331,7 @@ def test_in_network_pixels_the_resized_image_is_attacked(run, resizing, tmp_path
     large = records(tmp_path / "run")["dark/large.png"]
     assert all(top <= 8 and left <= 8 for top, left in large["places"])
     assert json.loads((tmp_path / "run" / "run.json").read_text())["settings"]["patch_space"] == "input"
-    assert "patch on the resized and cropped image was placed" in (tmp_path / "run" / "report.html").read_text()
+    assert "patch on the resized and cropped image." in (tmp_path / "run" / "report.html").read_text()
 
 
 # -- nothing lost ------------------------------------------------------------------------------------------------------

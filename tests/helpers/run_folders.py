@@ -1,10 +1,16 @@
 """Finished run folders for tests of the report: drawn records, and everything else by the code of a real run."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from patchguard.guard import Examination, Guard, Picture, Prediction, Task
+from patchguard.patch import Patch
 from patchguard.runs import gallery
 from patchguard.runs.metrics import CertifyTally
 from patchguard.runs.records import Folder
@@ -29,6 +35,7 @@ def fabricate(
     unmeasured: tuple[int, ...] = (),
     pictures: int = 24,
     seed: int = 0,
+    name: str = "test/{:05d}",
     **settings: Any,
 ) -> Path:
     """Write a run folder: about the fraction `certified` of all labels is proved for the first patch.
@@ -51,17 +58,20 @@ def fabricate(
         }
     )
     draw = np.random.default_rng(seed)
-    records = [_draw_record(index, known, certified, unmeasured, draw) for index in range(images)]
+    records = [
+        {"index": index, "name": name.format(index), **_draw_record(known, certified, unmeasured, draw)}
+        for index in range(images)
+    ]
     for number in range(errors):
-        name = f"broken-{number}.jpg"
-        records.append({"index": images + number, "name": name, "target": None, "error": "is truncated"})
+        broken = {"index": images + number, "name": f"broken-{number}.jpg", "target": None, "error": "is truncated"}
+        records.append(broken)
     run = Folder(folder)
     with run.lock():
         run.begin(Run(settings=to_plain(known), environment=ENVIRONMENT, version="0.1.0"))
         with run.open_shard(0) as appender:
             appender.append(records)
         chosen = gallery.choose(run.records(), known)[:pictures]
-        gallery.save(run, chosen, [_draw_view(record["index"], draw) for _, record in chosen])
+        gallery.save(run, [_draw_picture(group, record, draw) for group, record in chosen])
         tally = CertifyTally(known)
         for record in run.records():
             tally.add(record)
@@ -70,7 +80,7 @@ def fabricate(
 
 
 def _draw_record(
-    index: int, settings: CertifySettings, certified: float, unmeasured: tuple[int, ...], draw: np.random.Generator
+    settings: CertifySettings, certified: float, unmeasured: tuple[int, ...], draw: np.random.Generator
 ) -> dict[str, Any]:
     classes = len(settings.class_names)
     target, other = (int(number) for number in draw.integers(classes, size=2))
@@ -94,8 +104,6 @@ def _draw_record(
         if side not in unmeasured
     }
     return {
-        "index": index,
-        "name": f"test/{index:05d}",
         "size": [32, 32],
         "target": target if settings.labeled else None,
         "undefended": target if draw.random() < 0.9 else other,
@@ -106,10 +114,30 @@ def _draw_record(
     }
 
 
-def _draw_view(index: int, draw: np.random.Generator) -> gallery.View:
-    """Return a picture of noise; its evidence is a blob in the middle."""
+@final
+@dataclass(frozen=True)
+class _DrawingGuard(Guard):
+    """A guard that only draws: a blob of evidence in the middle, weaker for the rival."""
+
+    blob: Tensor
+    classes = 10
+    digest = ""
+
+    def predict(self, images: Tensor) -> Prediction:
+        raise NotImplementedError
+
+    def certify(self, images: Tensor, patch: Patch, label: Any = None, top_k: int = 1) -> Any:
+        raise NotImplementedError
+
+    def picture(self, examination: Examination, row: int, task: Task, classes: Sequence[int]) -> Picture:
+        return Picture((self.blob, 0.5 * self.blob.flip(0)), (9, 20, 8, 19))
+
+
+def _draw_picture(group: str, record: dict[str, Any], draw: np.random.Generator) -> gallery.Shown:
     rows, columns = np.mgrid[0:32, 0:32]
     top, left = draw.integers(8, 24, size=2)
     blob = np.exp(-((rows - top) ** 2 + (columns - left) ** 2) / 60) - 0.15 * draw.random((32, 32))
-    pixels = np.random.default_rng(index).integers(0, 256, (32, 32, 3)).astype(np.uint8)
-    return gallery.View(pixels, blob.astype(np.float32), (0.5 * blob[::-1]).astype(np.float32), [9, 20, 8, 19])
+    guard = _DrawingGuard(torch.tensor(blob, dtype=torch.float32))
+    image = torch.tensor(draw.integers(0, 256, (3, 32, 32)), dtype=torch.uint8)
+    task = Task(Patch(5), guard, "own")
+    return gallery.show_certified(group, record, image, guard, Examination(rows=(0,)), task)

@@ -2,23 +2,27 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers.run_folders import CIFAR10, fabricate
 from typer.testing import CliRunner
 
+from patchguard import defenses
 from patchguard.cli import app
 from patchguard.errors import InputError
 from patchguard.report import render as report
-from patchguard.report.comparison import names
-from patchguard.report.files import read_run
+from patchguard.report.files import read_finished
 from patchguard.report.numbers import interval, percent, short
+from patchguard.runs.summary import AttackSummary, CertifySummary, convert, read_summary, to_json
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "runs"
 VOID = {"img", "input", "meta", "br"}
 
 
@@ -49,7 +53,7 @@ class Page(HTMLParser):
 
     @property
     def text(self) -> str:
-        return re.sub(r"\s+", " ", " ".join(self.words).replace("\u00a0", " "))
+        return re.sub(r"\s+(?=[\s,;])", "", re.sub(r"\s", " ", " ".join(self.words)))
 
     def all(self, name: str) -> list[dict[str, str | None]]:
         return [attributes for tag, attributes in self.elements if tag == name]
@@ -94,10 +98,16 @@ def check_accessible(page: Page) -> None:
     assert {link["href"][1:] for link in page.all("a")} <= set(identities)
 
 
-def shares(value) -> list[dict]:
+def fractions(value) -> list[dict]:
     if isinstance(value, dict):
-        return [value] if "fraction" in value else [each for inner in value.values() for each in shares(inner)]
+        return [value] if "fraction" in value else [each for inner in value.values() for each in fractions(inner)]
     return []
+
+
+def change(folder, name, edit) -> None:
+    value = json.loads((folder / name).read_text())
+    edit(value)
+    (folder / name).write_text(json.dumps(value))
 
 
 def plain(text: str) -> str:
@@ -112,8 +122,8 @@ def test_every_number_of_the_summary_is_shown(tmp_path):
     text = written(folder).text
     summary = json.loads((folder / "summary.json").read_text())
     for refitted in summary["curve"]["refitted"].values():
-        del refitted["proved"]  # right or wrong; where there are classes, curves show what is right
-    for share in shares(summary):
+        del refitted["proved"]  # correct or wrong; where there are classes, curves show what is correct
+    for share in fractions(summary):
         assert plain(percent(share["fraction"])) in text
         assert plain(interval(share["low"], share["high"])) in text
         assert f"{share['correct']:,} of {share['total']:,}" in text
@@ -136,48 +146,66 @@ def test_the_headline_is_a_sentence_about_the_first_patch(tmp_path):
     folder = fabricate(tmp_path / "run", images=100, patches=("5x5", "2x2"))
     share = json.loads((folder / "summary.json").read_text())["patches"]["5x5"]["certified"]["fraction"]
     text = written(folder).text
-    assert f"For {share:.0%} of images no 5 × 5 patch can change the right answer".replace("%", " %") in text
-    assert "Without an attack the defended classifier is right on" in text
+    assert f"For {share:.0%} of images, no 5 × 5 patch can change the correct label".replace("%", " %") in text
+    assert "Without an attack, the defended classifier is correct on" in text
 
 
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"certified": 0.0}, "For none of 60 images is it proved that no 5 × 5 patch can change the right answer"),
-        ({"certified": 1.0, "labeled": False}, "For all 60 images no 5 × 5 patch can change the answer"),
-        ({"certified": 1.0, "labeled": False, "images": 1}, "For the one image no 5 × 5 patch can change the answer"),
-        ({"certified": 0.0, "images": 1}, "For the one image it is not proved that no 5 × 5 patch"),
-        ({"patches": ("2%",)}, "of images no patch of 2 % of the picture can change the right answer"),
-        ({"top_k": 3}, "no 5 × 5 patch can push the right answer out of the 3 best"),
-        ({"defense": "MaskedAgreement", "detects": True}, "can change the right answer without raising an alert"),
+        ({"certified": 0.0}, "It is not proved for any of 60 images that no 5 × 5 patch can change the correct label"),
+        ({"certified": 1.0, "labeled": False}, "For all 60 images, no 5 × 5 patch can change the label"),
+        ({"certified": 1.0, "labeled": False, "images": 1}, "For the one image, no 5 × 5 patch can change the label"),
+        ({"certified": 0.0, "images": 1}, "It is not proved for the one image that no 5 × 5 patch"),
+        ({"patches": ("2%",)}, "of images, no patch of 2 % of the image can change the correct label"),
+        ({"top_k": 3}, "no 5 × 5 patch can push the correct label out of the top 3"),
+        ({"defense": "MaskedAgreement", "detects": True}, "can change the correct label without raising an alert"),
         ({"images": 0, "errors": 3}, "No image could be read, so nothing is certified"),
     ],
 )
 def test_the_headline_is_true_at_the_ends(tmp_path, options, sentence):
     page = written(fabricate(tmp_path / "run", **options))
-    heading = re.sub(r" +", " ", page.text.replace(" of images", " of images "))
+    heading = re.sub(r" +", " ", page.text)
     assert sentence in heading
 
 
-def test_names_with_markup_in_them_are_only_text(tmp_path):
-    evil = ["<script>alert(1)</script>", "\"><img src=x onerror='alert(2)'>", "a & b", "half \ud800 \u202e\x00"]
-    folder = fabricate(tmp_path / "run", class_names=evil, images=40, model="</style><b>", data="'; rm -rf x")
-    html = report.write([folder]).read_text(encoding="utf-8")
+EVIL = ("<script>alert(1)</script>", "\"><img src=x onerror='alert(2)'>", "a & b", "half \ud800 \u202e\x00")
+
+
+def check_harmless(page_path) -> None:
+    html = page_path.read_text(encoding="utf-8")
     page = Page(html)
     check_self_contained(page)
-    for name in evil[:3]:
+    for name in EVIL[:3]:
         assert name in page.text
         assert name not in html
     assert "\u202e" not in html
     assert "half \ufffd \ufffd\ufffd" in page.text
 
 
+def test_names_with_markup_in_them_are_only_text(tmp_path):
+    settings = {"model": "</style><b>", "data": "'; rm -rf x", "class_names": EVIL}
+    folder = fabricate(tmp_path / "<run>", name="</figure><script>{}", errors=1, **settings)
+    other = fabricate(tmp_path / "other", seed=1, **settings)
+    check_harmless(report.write([folder]))
+    assert "#0 </figure><script>0" in written(folder).text
+    assert "other certifies most against any 5 × 5 patch: 48.3 %, then <run> with" in written(folder, other).text
+
+
+def test_names_in_an_attack_are_only_text(attack):
+    change(attack, "summary.json", lambda summary: summary["settings"].update(class_names=EVIL, attack=EVIL[1], aim=0))
+    change(
+        attack, "gallery.json", lambda gallery: [entry.update(name=EVIL[0], label=1, attacked=2) for entry in gallery]
+    )
+    check_harmless(report.write([attack]))
+
+
 def test_data_without_labels_speaks_of_proofs_and_not_of_accuracy(tmp_path):
     text = written(fabricate(tmp_path / "run", labeled=False)).text
-    assert "Label proved to stay" in text
+    assert "Label certified" in text
     assert "No true labels were given" in text
-    assert "Not proved" in text
-    for word in ("accuracy", "Undefended", "truth:", "wrong without any attack"):
+    assert "Not certified" in text
+    for word in ("accuracy", "Undefended", "true class:", "wrong without any attack"):
         assert word not in text
 
 
@@ -202,8 +230,8 @@ def test_a_side_of_which_nothing_was_measured_is_left_out(tmp_path):
     folder = fabricate(tmp_path / "run", curve=(1, 5, 32), unmeasured=(32,))
     assert json.loads((folder / "summary.json").read_text())["curve"]["refitted"]["32"]["clean"]["fraction"] is None
     written(folder)
-    run = read_run(folder)
-    assert [list(each) for each in (run.kept, run.refitted, run.refitted_clean)] == [[1, 5, 32], [1, 5], [1, 5]]
+    curves = report.split_curve(read_finished(folder, CertifySummary).summary)
+    assert [list(curve) for curve in curves] == [[1, 5, 32], [1, 5], [1, 5]]
 
 
 def test_a_card_shows_picture_maps_windows_and_caption(tmp_path):
@@ -213,7 +241,9 @@ def test_a_card_shows_picture_maps_windows_and_caption(tmp_path):
     drawn = {attributes.get("class") for attributes in page.all("rect")}
     assert {"place", "window", "mask"} <= drawn
     entry = json.loads((folder / "gallery.json").read_text())[0]
-    caption = f"{CIFAR10[entry['label']]} truth: {CIFAR10[entry['target']]} margin 30 · rival {CIFAR10[entry['rival']]}"
+    caption = (
+        f"{CIFAR10[entry['label']]} true class: {CIFAR10[entry['target']]} margin 30 · rival {CIFAR10[entry['rival']]}"
+    )
     assert caption in re.sub(r" +", " ", page.text)
 
 
@@ -239,7 +269,7 @@ def test_images_that_could_not_be_read_are_counted_and_the_first_listed(tmp_path
     with (folder / "records-00000.jsonl").open("a") as records:
         records.write('{"index": 99, "error": "torn')
     text = written(folder).text
-    assert "14 images of 74 got no answer" in text
+    assert "14 of 74 images got no answer" in text
     assert "broken-9.jpg is truncated" in re.sub(r" +", " ", text)
     assert "broken-10.jpg" not in text
     assert "and 4 more" in text
@@ -247,9 +277,9 @@ def test_images_that_could_not_be_read_are_counted_and_the_first_listed(tmp_path
 
 def test_a_rule_that_proves_nothing_has_infinite_margins(tmp_path):
     folder = fabricate(tmp_path / "run", certified=0.0, pictures=1)
-    change(folder, "gallery.json", lambda gallery: gallery[0].update(margin=-np.inf, window=None, box=None))
+    change(folder, "gallery.json", lambda gallery: gallery[0].update(margin=None, window=None, box=None))
     change(folder, "summary.json", lambda summary: summary["margins"]["5x5"].update(edges=[], **EMPTY))
-    assert "margin minus infinity" in written(folder).text
+    assert "margin none" in written(folder).text
 
 
 EMPTY: dict[str, list[int]] = {"certified": [], "not_certified": [], "wrong": []}
@@ -264,6 +294,83 @@ def test_no_torch_is_needed(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_guard_without_cells_has_pictures_without_overlays(tmp_path):
+    folder = fabricate(tmp_path / "run", pictures=1, rule={"guard": "toy"})
+    change(folder, "gallery.json", lambda gallery: gallery[0].update(grid=None, mask=None, window=None, box=None))
+    with np.load(folder / "gallery.npz") as archive:
+        np.savez(folder / "gallery.npz", image_0=archive["image_0"])
+    page = written(folder)
+    assert len(page.all("img")) == 1
+    assert not page.all("input")
+    assert "field" not in page.text
+
+
+def test_what_pages_say_about_a_rule_comes_from_the_summary_and_not_from_its_name():
+    sources = [*report.TEMPLATES.iterdir(), *report.TEMPLATES.parent.glob("*.py")]
+    names = "|".join(defenses.__all__)
+    assert "MaskedAgreement" in names
+    assert not [path.name for path in sources if re.search(f"[\"']({names})[\"']", path.read_text(encoding="utf-8"))]
+
+
+# -- attacks and earlier releases --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def attack(tmp_path):
+    """The folder of an attack, written by release 0.1."""
+    return Path(shutil.copytree(GOLDEN / "attack", tmp_path / "attack"))
+
+
+def test_an_attack_shows_what_held_what_broke_and_what_lies_between(attack):
+    page = written(attack)
+    for words in ("of labels stay correct under this attack", "Accuracy under attack", "must be 0 0 of", "row"):
+        assert words in page.text
+    assert "(or an alert)" not in page.text
+    assert len([each for each in page.all("div") if each.get("class") == "quartet"]) == 2
+
+
+def test_a_rule_that_detects_promises_the_label_or_an_alert(attack):
+    change(attack, "summary.json", lambda summary: summary["settings"].update(defense="MaskedAgreement"))
+    text = written(attack).text
+    assert "every such patch leaves the label or raises an alert" in text
+    assert "Attacked images that raise an alert" in text
+
+
+def test_a_baseline_certifies_nothing(attack):
+    change(attack, "summary.json", lambda summary: summary["settings"].update(defense="Undefended"))
+    text = written(attack).text
+    assert "under this attack; nothing is certified" in text
+    assert "margin" not in text.split("Settings and environment")[0]
+
+
+def test_attacks_are_compared_and_not_mixed_with_other_runs(attack, tmp_path):
+    other = Path(shutil.copytree(attack, tmp_path / "other"))
+    change(other, "summary.json", lambda summary: summary.update(refuted=[1]))
+    text = written(attack, other).text
+    assert "1 certified image broken in 2 attacks" in text
+    with pytest.raises(InputError, match="runs of one kind; got attack and certify"):
+        report.write([attack, fabricate(tmp_path / "run")])
+
+
+def test_summaries_of_release_0_1_are_read_under_the_names_of_this_one(attack):
+    old = json.loads((attack / "summary.json").read_text())
+    new = read_summary(attack, AttackSummary)
+    assert (new.labeled, new.clean.correct, new.clean.total, new.clean.fraction) == (
+        old["labelled"],
+        *(old["clean"][name] for name in ("right", "of", "share")),
+    )
+    assert new.certified_broken.total == old["fallen"]["of"]
+    assert new.settings.rule["evidence"] == old["settings"]["evidence"]
+    assert (new.settings.detects, new.settings.defends) == (False, True)
+    old = json.loads((GOLDEN / "certify" / "summary.json").read_text())
+    new = read_summary(GOLDEN / "certify", CertifySummary)
+    assert {side: number.correct for side, number in new.curve.kept.items()} == {
+        int(side): number["right"] for side, number in old["curve"]["kept"].items()
+    }
+    assert [row.total for row in new.classes] == [row["of"] for row in old["classes"]]
+    assert convert(json.loads(to_json(new)), CertifySummary, attack) == new
+
+
 # -- several runs ------------------------------------------------------------------------------------------------------
 
 
@@ -276,7 +383,7 @@ def test_runs_are_compared_row_by_row_with_overlaid_curves(tmp_path):
     assert "defense DoubleMasking RobustMasking" in re.sub(r" +", " ", text)
     for folder in (first, second):
         summary = json.loads((folder / "summary.json").read_text())
-        for share in (*shares(summary["curve"]["kept"]), *shares(summary["undefended"])):
+        for share in (*fractions(summary["curve"]["kept"]), *fractions(summary["undefended"])):
             assert plain(percent(share["fraction"])) in text
     assert not (second / "report.html").exists()
 
@@ -288,7 +395,7 @@ def test_runs_that_cannot_be_ranked_are_not(tmp_path):
     assert "2 runs compared" in written(first, second).text
     text = written(first, third).text
     assert "2 runs compared" in text
-    assert "right or wrong" in text
+    assert "correct or wrong" in text
 
 
 def test_equal_runs_are_level_and_runs_of_one_name_are_told_apart(tmp_path):
@@ -296,7 +403,7 @@ def test_equal_runs_are_level_and_runs_of_one_name_are_told_apart(tmp_path):
     text = written(*folders).text
     assert "one/run and two/run are level" in text
     assert "All settings and versions are the same." in text
-    assert names([read_run(folders[0])] * 2) == ["one/run (1)", "one/run (2)"]
+    assert report.name_runs([read_finished(folders[0], CertifySummary)] * 2) == ["one/run (1)", "one/run (2)"]
 
 
 def test_eight_runs_still_have_a_page(tmp_path):
@@ -305,12 +412,6 @@ def test_eight_runs_still_have_a_page(tmp_path):
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-def change(folder, name, edit) -> None:
-    value = json.loads((folder / name).read_text())
-    edit(value)
-    (folder / name).write_text(json.dumps(value))
 
 
 @pytest.mark.parametrize(
@@ -365,8 +466,8 @@ def test_a_damaged_file_is_named_and_the_old_page_stays(tmp_path, name):
             "at `key in curve.kept`: expected `int`, got `str`",
         ),
         ("run.json", lambda s: s.update(settings=[]), "settings`: expected `object`, got `array`"),
-        ("gallery.json", lambda s: s[0].update(window=[1, 2]), "window` must be 4 whole numbers"),
-        ("gallery.json", lambda s: s[0].update(grid=[0, 4]), "at least one pixel and one cell"),
+        ("gallery.json", lambda s: s[0].update(window=[1, 2]), "at `window`: expected `array` of length 4"),
+        ("gallery.json", lambda s: s[0].update(grid=[0, 4]), r"at `grid\[0\]`: expected `int` >= 1"),
         ("gallery.json", lambda s: s.append(s[0]), "gallery.npz` is damaged"),
     ],
 )

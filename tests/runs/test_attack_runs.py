@@ -18,7 +18,7 @@ from patchguard.data.source import Source
 from patchguard.defenses import Undefended
 from patchguard.errors import InputError
 from patchguard.report import render as report
-from patchguard.runs import attack_gallery
+from patchguard.runs import gallery
 from patchguard.runs.attack import Trial, describe_budget, refute
 from patchguard.runs.engine import check_complete, worker_pool
 from patchguard.runs.job import Job, WrittenPatch
@@ -154,7 +154,7 @@ def copied(finished, tmp_path) -> Path:
 
 def test_the_page_tells_the_gap_and_opens_offline(copied):
     page = report.write([copied]).read_text()
-    for words in ("Clean accuracy", "Attacked accuracy", "Certified accuracy", "must be 0", "Certified, and it held"):
+    for words in ("Clean accuracy", "Accuracy under attack", "Certified accuracy", "must be 0", "Certified, and held"):
         assert words in page
     assert "<script" not in page
     assert "http" not in page.replace("http-equiv", "")
@@ -179,13 +179,13 @@ def test_maps_of_other_shapes_are_refused(copied):
         arrays = {name: archive[name] for name in archive.files}
     arrays["after_0"] = arrays["after_0"][:2]
     np.savez(copied / "gallery.npz", **arrays)
-    with pytest.raises(InputError, match="maps of one shape"):
+    with pytest.raises(InputError, match="must have one shape"):
         report.write([copied])
 
 
 def test_without_a_proof_the_report_shows_the_class_that_came_closest():
     scores = torch.tensor([1.0, 9.0, 5.0, 2.0], dtype=torch.float64)
     record = {"label": 1, "attacked": 1, "margin": None, "rival": 0}
-    assert attack_gallery.find_other_class(record, scores) == 2
-    assert attack_gallery.find_other_class(record | {"margin": -1.0}, scores) == 0
-    assert attack_gallery.find_other_class(record | {"attacked": 3}, scores) == 3
+    assert gallery.find_other_class(record, scores) == 2
+    assert gallery.find_other_class(record | {"margin": -1.0}, scores) == 0
+    assert gallery.find_other_class(record | {"attacked": 3}, scores) == 3

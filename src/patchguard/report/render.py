@@ -1,31 +1,46 @@
 """`write`: report.html from the files of finished runs alone; neither torch, model nor data are needed.
 
-The page is one file that opens offline: styles, charts and pictures are inside, and there are no scripts.
+The page is one file that opens offline: styles, charts and pictures are inside, and there are no scripts. What it says
+is in templates/; here is what it shows.
 """
 
-import os
-import tempfile
-from collections.abc import Sequence
+import json
+import math
+import shlex
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
+
+import jinja2
+import msgspec
+from markupsafe import Markup
 
 from patchguard.errors import InputError
-from patchguard.report import attack, cards, comparison, notes, results
-from patchguard.report.attack_files import AttackPicture, AttackRun, read_attack, read_attack_gallery
-from patchguard.report.files import Picture, Run, read_gallery, read_kind, read_run
-from patchguard.report.markup import Markup, join, tag
-from patchguard.report.numbers import count
+from patchguard.report import numbers
+from patchguard.report.charts import LINE_COLORS, Line, draw_histogram, draw_lines
+from patchguard.report.files import FinishedRun, read_finished
+from patchguard.report.pictures import Card, read_attack_cards, read_certify_cards
+from patchguard.runs.summary import (
+    AttackPicture,
+    AttackSummary,
+    CertifyPicture,
+    CertifySummary,
+    ClassSummary,
+    Proportion,
+    flatten,
+    read_run,
+)
+from patchguard.storage.atomic import write_bytes
 
 NAME, COMPARED = "report.html", "comparison.html"
-ATTACK_STYLES = ("page.css", "attack.css")
-SHORT = {
-    "charts": "Charts",
-    "failures": "Unread images",
-    "settings": "Settings",
-    "proof": "What it proves",
-    "check": "How to check",
-    "refuted": "Refuted",
-    "meaning": "What it does not prove",
-}
+TEMPLATES = Path(__file__).parent / "templates"
+CLASSES_SHOWN = 10  # of the worst and of the best; with twice as many or fewer classes all are shown
+REFUTED_SHOWN = 3
+LONGEST_SETTING = 120  # letters of a setting in a comparison
+
+CertifyRun = FinishedRun[CertifySummary]
+AttackRun = FinishedRun[AttackSummary]
 
 
 def write(folders: Sequence[Path]) -> Path:
@@ -35,139 +50,269 @@ def write(folders: Sequence[Path]) -> Path:
     """
     if not folders:
         raise InputError("`folders` must name at least one run folder; got none.")
-    places = [Path(folder) for folder in folders]
-    kinds = {read_kind(place) for place in places}
+    paths = [Path(folder) for folder in folders]
+    kinds = {read_run(path).kind for path in paths}
     if len(kinds) > 1:
         raise InputError(f"`folders` must hold runs of one kind; got {' and '.join(sorted(kinds))}. Report them apart.")
-    page = _of_attacks(places) if kinds == {"attack"} else _of_certified(places)
-    path = places[0] / (NAME if len(places) == 1 else COMPARED)
-    try:
-        _replace(path, page)
-    except OSError as error:
-        raise InputError(f"`{path}` cannot be written: {error.strerror or error}.") from None
-    return path
+    page = _show_attacks(paths) if kinds == {"attack"} else _show_certified(paths)
+    target = paths[0] / (NAME if len(paths) == 1 else COMPARED)
+    write_bytes(target, page.encode(), durable=False)
+    return target
 
 
-def _of_certified(places: Sequence[Path]) -> str:
-    runs = [read_run(place) for place in places]
-    _check_space(runs)
-    return of_runs(runs) if len(runs) > 1 else of_run(runs[0], read_gallery(places[0]))
+def _show_certified(paths: Sequence[Path]) -> str:
+    runs = [read_finished(path, CertifySummary) for path in paths]
+    _require_one_space(runs)
+    return render_comparison(runs) if len(runs) > 1 else render_run(runs[0], read_certify_cards(paths[0]))
 
 
-def _of_attacks(places: Sequence[Path]) -> str:
-    runs = [read_attack(place) for place in places]
-    _check_space(runs)
-    return of_attacks(runs) if len(runs) > 1 else of_attack(runs[0], read_attack_gallery(places[0]))
+def _show_attacks(paths: Sequence[Path]) -> str:
+    runs = [read_finished(path, AttackSummary) for path in paths]
+    _require_one_space(runs)
+    return render_attack_comparison(runs) if len(runs) > 1 else render_attack(runs[0], read_attack_cards(paths[0]))
 
 
-def _check_space(runs: Sequence[Run | AttackRun]) -> None:
+def _require_one_space(runs: Sequence[CertifyRun] | Sequence[AttackRun]) -> None:
     """Refuse runs whose patches of one name are not the same threat."""
-    if len({run.settings.get("patch_space", "source") for run in runs}) > 1:
+    if len({run.summary.settings.patch_space for run in runs}) > 1:
         raise InputError(
             "`folders` must hold runs with patches in one place; got some in source images and some in the network's "
             "input (--patch-space). Report them apart."
         )
 
 
-def of_run(run: Run, pictures: Sequence[Picture]) -> str:
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def render_run(run: CertifyRun, cards: Sequence[Card[CertifyPicture]]) -> str:
     """Return the page of one run."""
-    figures = [results.curve(run), *results.margins(run)]
-    drawn = [figure for figure in figures if figure is not None]
-    sections = [
-        ("results", "Results", tag("div", results.table(run), class_="wide") if run.main.total else None),
-        ("charts", "Patch size and margins", tag("div", *drawn, class_="columns") if drawn else None),
-        ("classes", "Classes", results.classes(run)),
-        ("pictures", "Pictures", cards.gallery(run, pictures)),
-        ("failures", "Images without an answer", notes.failures(run)),
-        ("settings", "Settings and environment", notes.settings(run)),
-        ("proof", "What this proves and what it does not", notes.proof(run)),
-        ("check", "How to check a certificate", notes.check(run)),
+    summary = run.summary
+    kept, refitted, clean = split_curve(summary)
+    lines = [
+        Line("masks kept", kept, 0),
+        Line("masks refitted to each size", refitted, 1),
+        Line("masks refitted, clean accuracy", clean, 2, dashed=True),
     ]
-    about = [str(run.settings.get(key)) for key in ("model", "defense", "data") if run.settings.get(key)]
-    kicker = " \u00b7 ".join(["PatchGuard report", *about, count(run.images, "image")])
-    return _page(kicker, results.headline(run), results.opening(run), sections, run)
+    undefended = summary.undefended
+    level = Line("undefended network, clean accuracy", {0: undefended}, 3) if undefended else None
+    groups = _name_margin_groups(summary)
+    about = "Number of images by margin; the same numbers are in the table below."
+    histograms = {
+        patch: (
+            histogram,
+            draw_histogram(histogram, groups, about=about, x_title="margin, in units of evidence")
+            if all(map(math.isfinite, histogram.edges))
+            else None,
+        )
+        for patch, histogram in summary.margins.items()
+        if any(any(histogram.groups[group]) for group in groups)
+    }
+    return _render(
+        "report",
+        run,
+        curve=_draw_curve([line for line in lines if line.points], summary, level=level),
+        histograms=histograms,
+        margin_groups=groups,
+        classes=_rank_classes(summary, run.patch),
+        cards=cards,
+        **_describe(run),
+    )
 
 
-def of_runs(runs: Sequence[Run]) -> str:
-    """Return the page that compares runs."""
-    sections = [
-        ("runs", "Runs", comparison.table(runs)),
-        ("charts", "Patch size", comparison.curves(runs)),
-        ("differences", "Settings that differ", comparison.differences(runs)),
-        ("proof", "What this proves and what it does not", notes.limits()),
-    ]
-    kicker = f"PatchGuard comparison \u00b7 {len(runs)} runs"
-    return _page(kicker, comparison.headline(runs), comparison.opening(runs), sections, runs[0])
-
-
-def of_attack(run: AttackRun, pictures: Sequence[AttackPicture]) -> str:
+def render_attack(run: AttackRun, cards: Sequence[Card[AttackPicture]]) -> str:
     """Return the page of one attack."""
-    sections = [
-        ("refuted", "Refuted certificates", attack.refuted(run)),
-        ("results", "Results", tag("div", attack.table(run), class_="wide") if run.clean else None),
-        ("pictures", "Pictures", attack.gallery(run, pictures)),
-        ("failures", "Images without an answer", notes.failures(run)),
-        ("settings", "Settings and environment", notes.settings(run)),
-        ("meaning", "What a failed attack does not prove", attack.meaning(run)),
-    ]
-    about = [str(run.settings[key]) for key in ("attack", "model", "defense", "data")]
-    kicker = " \u00b7 ".join(["PatchGuard attack", *about, count(run.images, "image")])
-    return _page(kicker, attack.headline(run), attack.opening(run), sections, run, ATTACK_STYLES)
+    refuted = [(index, _read_commands(run.folder, index)) for index in run.summary.refuted[:REFUTED_SHOWN]]
+    return _render("attack", run, refuted=refuted, cards=cards, **_describe(run))
 
 
-def of_attacks(runs: Sequence[AttackRun]) -> str:
+def render_comparison(runs: Sequence[CertifyRun]) -> str:
+    """Return the page that compares runs."""
+    names = name_runs(runs)
+    patches = list(dict.fromkeys(patch for run in runs for patch in run.summary.settings.patches))
+    shared = find_shared_patch(runs)
+    ranked = [(name, run.summary.patches[shared].main) for name, run in zip(names, runs, strict=True) if shared]
+    charts = []
+    for part, title in enumerate(("Masks kept", "Masks refitted to each size")):
+        curves = [split_curve(run.summary)[part] for run in runs]
+        lines = [
+            Line(name, points, number % LINE_COLORS, dashed=number >= LINE_COLORS)
+            for number, (name, points) in enumerate(zip(names, curves, strict=True))
+            if points
+        ]
+        charts.append((title, _draw_curve(lines, runs[0].summary, bands=len(lines) <= 2)))
+    return _render(
+        "comparison",
+        runs[0],
+        runs=dict(zip(names, runs, strict=True)),
+        patches=patches,
+        shared=shared,
+        ranked=sorted(ranked, key=lambda pair: -pair[1].rate),
+        charts=[(title, curve) for title, curve in charts if curve],
+        differences=compare_settings(runs),
+    )
+
+
+def render_attack_comparison(runs: Sequence[AttackRun]) -> str:
     """Return the page that compares attacks."""
-    sections = [
-        ("runs", "Runs", attack.compared(runs)),
-        ("differences", "Settings that differ", comparison.differences(runs)),
+    named = dict(zip(name_runs(runs), runs, strict=True))
+    return _render("attack_comparison", runs[0], runs=named, differences=compare_settings(runs))
+
+
+def _render(template: str, run: CertifyRun | AttackRun, **context: Any) -> str:
+    style = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
+    summary = run.summary
+    page = _environment().get_template(f"{template}.html.j2")
+    return page.render(run=run, summary=summary, settings=summary.settings, style=style, **context)
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        finalize=replace_unprintable,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    filters: list[Callable[..., Any]] = [
+        numbers.percent,
+        numbers.interval,
+        numbers.count,
+        numbers.short,
+        numbers.size,
+        numbers.threat,
+        numbers.setting,
+        shlex.quote,
     ]
-    kicker = f"PatchGuard comparison \u00b7 {len(runs)} attacks"
-    return _page(kicker, attack.compared_headline(runs), attack.limits(), sections, runs[0], ATTACK_STYLES)
+    environment.filters |= {function.__name__: function for function in filters}
+    return environment
 
 
-def _page(
-    kicker: str,
-    headline: Markup,
-    opening: Markup,
-    sections: Sequence[tuple[str, str, Markup | None]],
-    run: Run | AttackRun,
-    styles: Sequence[str] = ("page.css",),
-) -> str:
-    filled = [(identity, title, content) for identity, title, content in sections if content is not None]
-    links = (tag("a", SHORT.get(identity, title), href=f"#{identity}") for identity, title, _ in filled)
-    home = Path(__file__).parent
-    style = "".join(home.joinpath(name).read_text(encoding="utf-8") for name in styles)
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("title", kicker),
-        tag("style", Markup(style)),
+def replace_unprintable(value: Any) -> Any:
+    """Return text whose letters can all be shown: names of files may hold anything, even halves of characters."""
+    if isinstance(value, Markup) or not isinstance(value, str):
+        return value
+    return "".join(letter if letter.isprintable() or letter == numbers.SPACE else "\ufffd" for letter in value)
+
+
+# -- one run -----------------------------------------------------------------------------------------------------------
+
+
+def split_curve(summary: CertifySummary) -> list[dict[int, Proportion]]:
+    """Return the numbers by side with masks kept, with masks refitted, and refitted without an attack.
+
+    Sides of which nothing was measured, since masks for such a patch hide every cell, are left out.
+    """
+    refitted = summary.curve.refitted.items()
+    curves: list[dict[int, Proportion | None]] = [
+        {**summary.curve.kept},
+        {side: entry.main for side, entry in refitted},
+        {side: entry.clean for side, entry in refitted},
+    ]
+    return [{side: curve[side] for side in sorted(curve) if (curve[side] or _NOTHING).total} for curve in curves]  # type: ignore[misc]
+
+
+_NOTHING = Proportion(correct=0, total=0, fraction=None, low=0.0, high=1.0)
+
+
+def _draw_curve(
+    lines: list[Line], summary: CertifySummary, *, level: Line | None = None, bands: bool = True
+) -> dict[str, Any] | None:
+    """Return a chart of curves with its lines, for legend and table; None without any."""
+    if not lines:
+        return None
+    pixels = "network pixels" if summary.settings.patch_space == "input" else "source pixels"
+    chart = draw_lines(
+        lines,
+        about="Certified fraction by the side of a square patch; the same numbers are in the table below.",
+        x_title=f"side of a square patch, {pixels}",
+        level=level,
+        bands=bands,
     )
-    version = run.environment.get("patchguard")
-    body = tag(
-        "body",
-        tag("header", tag("p", kicker, class_="kicker"), tag("h1", headline), opening),
-        tag("nav", *links, aria_label="Sections"),
-        tag("main", *(_section(*each) for each in filled)),
-        tag("footer", tag("p", f"Written by PatchGuard{f' {version}' if version else ''} from the files of the run.")),
-    )
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+    sides = sorted({side for line in lines for side in line.points})
+    return {"chart": chart, "lines": lines, "level": level, "sides": sides}
 
 
-def _section(identity: str, title: str, content: Markup) -> Markup:
-    return join(tag("section", tag("h2", title, id=f"{identity}-title"), content, id=identity), Markup("\n"))
+def _name_margin_groups(summary: CertifySummary) -> dict[str, tuple[str, str]]:
+    """Return name and color of the groups of a histogram."""
+    if not summary.labeled:
+        return {"certified": ("certified", "is-certified"), "not_certified": ("not certified", "is-open")}
+    return {
+        "certified": ("certified", "is-certified"),
+        "not_certified": ("correct, not certified", "is-open"),
+        "wrong": ("wrong", "is-wrong"),
+    }
 
 
-def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all: a browser that is looking at the old one never sees half of the new one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+def _rank_classes(summary: CertifySummary, patch: str) -> dict[str, list[ClassSummary]]:
+    """Return classes with images, best first; of many classes the worst, the best and the others apart."""
+
+    def rank(row: ClassSummary) -> tuple[float, float, str]:
+        return -row.certified.get(patch, 0) / row.total, -row.clean / row.total, row.name
+
+    ranked = sorted((row for row in summary.classes if row.total), key=rank)
+    if len(ranked) <= 2 * CLASSES_SHOWN:
+        return {"all": ranked}
+    best, rest, worst = ranked[:CLASSES_SHOWN], ranked[CLASSES_SHOWN:-CLASSES_SHOWN], ranked[-CLASSES_SHOWN:]
+    return {"worst": worst[::-1], "best": best, "rest": rest}
+
+
+def _describe(run: CertifyRun | AttackRun) -> dict[str, Any]:
+    """Return settings, environment and times as pairs of a name and a value."""
+    settings = flatten(msgspec.to_builtins(run.summary.settings))
+    seconds = {name: value for name, value in msgspec.to_builtins(run.summary.seconds).items() if value is not None}
+    return {
+        "setting_pairs": [(name, value) for name, value in settings if name != "class_names"],
+        "environment_pairs": list(run.summary.environment.items()),
+        "seconds": seconds,
+    }
+
+
+def _read_commands(folder: Path, index: int) -> list[str]:
+    """Return the commands that a saved case names; none where it cannot be read."""
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        case = json.loads((folder / "refuted" / f"{index:06d}.json").read_bytes())
+        return [case[name] for name in ("repeat", "see") if isinstance(case[name], str)]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+# -- several runs ------------------------------------------------------------------------------------------------------
+
+
+def name_runs(runs: Sequence[CertifyRun] | Sequence[AttackRun]) -> list[str]:
+    """Return a different name for every run: its folder's, with the folder above it or a number where needed."""
+    paths = [run.folder.resolve() for run in runs]
+    names = [path.name for path in paths]
+    if len(set(names)) < len(names):
+        names = [f"{path.parent.name}/{path.name}" for path in paths]
+    return [
+        name if names.count(name) == 1 else f"{name} ({1 + names[:place].count(name)})"
+        for place, name in enumerate(names)
+    ]
+
+
+def find_shared_patch(runs: Sequence[CertifyRun]) -> str | None:
+    """Return the first patch that every run was measured with, if all of them are labeled or none is."""
+    if len({run.summary.labeled for run in runs}) > 1:
+        return None
+    shared = (patch for patch in runs[0].summary.settings.patches if all(patch in run.summary.patches for run in runs))
+    return next(shared, None)
+
+
+def compare_settings(runs: Sequence[CertifyRun] | Sequence[AttackRun]) -> dict[str, list[str]]:
+    """Return the settings and versions in which the runs are not all alike, one value per run."""
+    columns = []
+    for run in runs:
+        known = {"": msgspec.to_builtins(run.summary.settings), "environment ": run.summary.environment}
+        pairs = {name: value for before, values in known.items() for name, value in flatten(values, before)}
+        columns.append({name: numbers.setting(value) for name, value in pairs.items()})
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = {name: [_shorten(column.get(name, "not given")) for column in columns] for name in names}
+    return {name: row for name, row in rows.items() if len({column.get(name) for column in columns}) > 1}
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= LONGEST_SETTING else f"{text[: LONGEST_SETTING - 3]}..."

@@ -27,7 +27,7 @@ from patchguard.attacks.base import is_broken
 from patchguard.data.decode import Unreadable, decode
 from patchguard.errors import InputError
 from patchguard.guard import Examination, Plan, Prediction
-from patchguard.runs import attack_gallery
+from patchguard.runs import gallery
 from patchguard.runs.engine import (
     Batch,
     Engine,
@@ -178,18 +178,18 @@ def _finish(engine: Engine[Hunt], folder: Folder) -> AttackSummary:
     for record in folder.records():
         hunt.add(record)
     check_complete(hunt, engine.job, folder, "attacked")
-    chosen = hunt.draw.taken(ATTACK_GROUPS)
+    chosen = hunt.draw.list_taken(ATTACK_GROUPS)
     plans = [engine.plan((record["size"][0], record["size"][1])) for _, record in chosen]
     with worker_pool(engine.workers) as pool:
-        views = pool.map(partial(_view, engine, folder.path), [record for _, record in chosen], plans)
-        attack_gallery.save(folder, chosen, list(views))
+        gallery.save(folder, pool.map(partial(_show, engine, folder.path), chosen, plans))
     summary = hunt.tally.summarize(seconds=engine.seconds(hunt.images), environment=run.environment)
     folder.write("summary.json", summary)
     return summary
 
 
-def _view(engine: Engine[Hunt], path: Path, record: Record, plan: Plan | str) -> attack_gallery.View | None:
+def _show(engine: Engine[Hunt], path: Path, chosen: tuple[str, Record], plan: Plan | str) -> gallery.Shown | None:
     """Return what the gallery shows of a recorded image; None if one of its files has changed or gone since."""
+    group, record = chosen
     try:
         original = engine.job.source.read(record["index"])
         attacked = decode(path / "attacked" / f"{record['index']:06d}.png")
@@ -199,7 +199,8 @@ def _view(engine: Engine[Hunt], path: Path, record: Record, plan: Plan | str) ->
         return None
     both = Batch((record["index"],) * 2, torch.stack([original, attacked]))
     plan = _keep_first_task(plan)
-    return attack_gallery.view(original, attacked, record, engine.job.guard, engine.examine(both, plan), plan.tasks[0])
+    examination = engine.examine(both, plan)
+    return gallery.show_attacked(group, record, original, attacked, engine.job.guard, examination, plan.tasks[0])
 
 
 def _keep_first_task(plan: Plan) -> Plan:

@@ -109,15 +109,15 @@ def _finish(engine: Engine[CertifyTally], folder: Folder) -> CertifySummary:
     chosen = gallery.choose(folder.records(), settings)
     plans = [engine.plan((record["size"][0], record["size"][1])) for _, record in chosen]
     with worker_pool(engine.workers) as pool:
-        views = pool.map(partial(_view, engine), [record for _, record in chosen], plans)
-        gallery.save(folder, chosen, list(views))
+        gallery.save(folder, pool.map(partial(_show, engine), chosen, plans))
     summary = tally.summarize(seconds=engine.seconds(tally.images), environment=run.environment)
     folder.write("summary.json", summary)
     return summary
 
 
-def _view(engine: Engine[CertifyTally], record: Record, plan: Plan | str) -> gallery.View | None:
+def _show(engine: Engine[CertifyTally], chosen: tuple[str, Record], plan: Plan | str) -> gallery.Shown | None:
     """Return what the gallery shows of a recorded image; None if its file has changed or gone since."""
+    group, record = chosen
     try:
         image = engine.job.source.read(record["index"])
     except Unreadable:
@@ -126,7 +126,7 @@ def _view(engine: Engine[CertifyTally], record: Record, plan: Plan | str) -> gal
         return None
     short = replace(plan, tasks=plan.tasks[:1], curve=(), largest=0)
     examination = engine.examine(Batch((record["index"],), image[None]), short)
-    return gallery.view(image, record, engine.job.guard, examination, short.tasks[0])
+    return gallery.show_certified(group, record, image, engine.job.guard, examination, short.tasks[0])
 
 
 # -- what records say --------------------------------------------------------------------------------------------------

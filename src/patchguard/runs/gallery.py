@@ -1,20 +1,23 @@
-"""A few images of a run with the evidence behind their labels, chosen by a seeded draw, for pictures in a report."""
+"""A few images of a run with the evidence behind their labels, chosen by a seeded draw, for the report."""
 
 import hashlib
 import heapq
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import TypeAlias, final
 
 import numpy as np
-from jaxtyping import Float32, UInt8
+import torch
+from jaxtyping import Float64, UInt8
 from torch import Tensor
 
 from patchguard.data.loading import resize_image
 from patchguard.guard import Examination, Guard, Task
 from patchguard.runs.records import Folder, Record
-from patchguard.runs.summary import CertifySettings
+from patchguard.runs.summary import AttackPicture, CertifyPicture, CertifySettings
+
+Pixels: TypeAlias = UInt8[Tensor, "3 _ _"]
 
 EACH = {True: 8, False: 12}  # images per group, with and without classes
 LONGEST = 320  # pixels of the longer side of a stored picture
@@ -27,8 +30,8 @@ def choose(records: Iterable[Record], settings: CertifySettings) -> list[tuple[s
     draw = Draw(EACH[settings.labeled])
     for record in records:
         if "error" not in record:
-            draw.offer(_group(record, key, settings.labeled), record)
-    return draw.taken(ORDER)
+            draw.offer(certify_group(record, key, settings.labeled), record)
+    return draw.list_taken(ORDER)
 
 
 @final
@@ -57,7 +60,7 @@ class Draw:
         else:
             heapq.heappushpop(heap, ranked)
 
-    def taken(self, order: Sequence[str]) -> list[tuple[str, Record]]:
+    def list_taken(self, order: Sequence[str]) -> list[tuple[str, Record]]:
         """Return the records with their groups, in this order of groups."""
         return [
             (group, record)
@@ -66,7 +69,8 @@ class Draw:
         ]
 
 
-def _group(record: Record, key: str, labeled: bool) -> str:
+def certify_group(record: Record, key: str, labeled: bool) -> str:
+    """Return how a certified image came out."""
     entry = record["patches"][key]
     if not labeled:
         return "proved" if entry["certified"] else "not proved"
@@ -79,58 +83,80 @@ def _rank(index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"gallery {index}".encode()).digest()[:8], "big")
 
 
-def save(folder: Folder, chosen: list[tuple[str, Record]], views: list["View | None"]) -> None:
-    """Write gallery.npz and gallery.json: the chosen records, each with what `view` found, if anything."""
-    arrays: dict[str, np.ndarray] = {}
-    entries: list[dict[str, Any]] = []
-    for (group, record), seen in zip(chosen, views, strict=True):
-        if seen is None:
-            continue
-        number = len(entries)
-        arrays[f"image_{number}"] = seen.picture
-        if seen.label is not None and seen.rival is not None:
-            arrays |= {f"evidence_{number}": seen.label, f"rival_{number}": seen.rival}
-        entry = next(iter(record["patches"].values()))
-        entries.append(
-            {
-                "index": record["index"],
-                "name": record["name"],
-                "group": group,
-                "target": record["target"],
-                **{name: entry[name] for name in ("label", "margin", "rival", "window", "box")},
-                "mask": seen.mask,
-                "size": record["size"],
-                "grid": None if seen.label is None else list(seen.label.shape),
-            }
-        )
-    stored = io.BytesIO()
-    np.savez_compressed(stored, allow_pickle=False, **arrays)
-    folder.write_bytes("gallery.npz", stored.getvalue())
-    folder.write("gallery.json", entries)
+# -- pictures ----------------------------------------------------------------------------------------------------------
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class View:
-    """A picture, the evidence of its label and of the rival, and the cells that are masked, if any."""
+class Shown:
+    """What the report shows of one image: its entry in gallery.json, and arrays for gallery.npz by name."""
 
-    picture: UInt8[np.ndarray, "height width 3"]
-    label: Float32[np.ndarray, "rows columns"] | None
-    rival: Float32[np.ndarray, "rows columns"] | None
-    mask: list[int] | None
+    entry: CertifyPicture | AttackPicture
+    arrays: dict[str, np.ndarray]
 
 
-def view(image: UInt8[Tensor, "3 _ _"], record: Record, guard: Guard, examination: Examination, task: Task) -> View:
-    """Return what the report shows of one image, which was examined alone."""
+def show_certified(
+    group: str, record: Record, image: Pixels, guard: Guard, examination: Examination, task: Task
+) -> Shown:
+    """Return the image, which was examined alone, with the evidence of its label and of the rival."""
     entry = next(iter(record["patches"].values()))
-    drawn = guard.picture(examination, 0, task, (entry["label"], entry["rival"]))
-    if drawn is None:
-        return View(picture(image), None, None, None)
-    label, rival = (np.asarray(each.numpy()) for each in drawn.maps)
-    return View(picture(image), label, rival, None if drawn.mask is None else list(drawn.mask))
+    overlay = guard.picture(examination, 0, task, (entry["label"], entry["rival"]))
+    arrays: dict[str, np.ndarray] = {"image": shrink(image)}
+    if overlay is not None:
+        arrays["evidence"], arrays["rival"] = (np.asarray(each.numpy()) for each in overlay.maps)
+    shown = CertifyPicture(
+        group=group,
+        **{name: record[name] for name in ("index", "name", "target", "size")},
+        **{name: entry[name] for name in ("label", "margin", "rival", "window", "box")},
+        grid=None if overlay is None else (arrays["evidence"].shape[0], arrays["evidence"].shape[1]),
+        mask=None if overlay is None else overlay.mask,
+    )
+    return Shown(shown, arrays)
 
 
-def picture(image: UInt8[Tensor, "3 _ _"]) -> UInt8[np.ndarray, "height width 3"]:
+def show_attacked(
+    group: str,
+    record: Record,
+    original: Pixels,
+    attacked: Pixels,
+    guard: Guard,
+    examination: Examination,
+    task: Task,
+) -> Shown:
+    """Return the image before and after, examined together, with the evidence of its label and of the other class."""
+    assert examination.prediction is not None
+    other = find_other_class(record, examination.prediction.scores[1])
+    arrays: dict[str, np.ndarray] = {"original": shrink(original), "attacked": shrink(attacked)}
+    for row, when in enumerate(("before", "after")):
+        overlay = guard.picture(examination, row, task, (record["label"], other))
+        if overlay is not None:
+            arrays[when], arrays[f"other_{when}"] = (np.asarray(each.numpy()) for each in overlay.maps)
+    names = ("index", "name", "target", "label", "margin", "attacked", "size", "patch", "places")
+    known = {name: record[name] for name in names}
+    return Shown(AttackPicture(group=group, other=other, alert=record.get("alert"), **known), arrays)
+
+
+def find_other_class(record: Record, scores: Float64[Tensor, " classes"]) -> int:
+    """Return the class that won; else the rival of the proof; without a proof, the one whose score is next."""
+    other: int = record["attacked"]
+    if other == record["label"]:
+        others = scores.clone()
+        others[record["label"]] = -torch.inf
+        other = int(others.argmax()) if record["margin"] is None else record["rival"]
+    return other
+
+
+def save(folder: Folder, pictures: Iterable[Shown | None]) -> None:
+    """Write gallery.npz and gallery.json; images whose files have changed since are None and left out."""
+    shown = [picture for picture in pictures if picture is not None]
+    arrays = {f"{name}_{number}": value for number, each in enumerate(shown) for name, value in each.arrays.items()}
+    stored = io.BytesIO()
+    np.savez_compressed(stored, allow_pickle=False, **arrays)
+    folder.write_bytes("gallery.npz", stored.getvalue())
+    folder.write("gallery.json", [each.entry for each in shown])
+
+
+def shrink(image: Pixels) -> UInt8[np.ndarray, "height width 3"]:
     """Return pixels for a page, no larger than it shows them."""
     height, width = image.shape[1:]
     longer = max(height, width)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, final
 
 import typer
 
-from patchguard.cli.common import screen, shown
+from patchguard.cli.common import Root, screen, shown
 from patchguard.cli.progress import show_download
 
 if TYPE_CHECKING:
@@ -16,13 +16,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from patchguard.data.source import Source
-
-Root = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder of datasets. Default: $PATCHGUARD_DATA, or ~/.cache/patchguard/data.", show_default=False
-    ),
-]
 
 app = typer.Typer(
     help="List datasets, get them, and check folders of images.",

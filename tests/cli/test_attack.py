@@ -66,10 +66,10 @@ def test_a_sound_guard_is_never_refuted_and_everything_is_recorded(run, photos, 
     shown = run("--patch", "2", *GRADIENTS, "--out", tmp_path)
     assert shown.exit_code == 0, shown.output
     for words in (
-        "right without an attack",
-        "right under the attack",
-        "right, and proved to stay",
-        "proved, but broken",
+        "correct without an attack",
+        "correct under the attack",
+        "correct and certified",
+        "certified, but broken",
     ):
         assert words in shown.stdout
     found = records(tmp_path)
@@ -123,7 +123,7 @@ def test_a_saved_universal_patch_is_used(run, tmp_path):
 
 
 def test_a_targeted_attack_counts_its_aim_and_leaves_its_class_alone(run, tmp_path):
-    words = ("--attack", "colours", "--defense", "Undefended", "--aim", "bright", "--out", tmp_path, "--json")
+    words = ("--attack", "colors", "--defense", "Undefended", "--aim", "bright", "--out", tmp_path, "--json")
     summary = json.loads(run(*words).stdout)
     assert summary["settings"]["aim"] == 0
     assert summary["aimed"]["total"] == 4
@@ -135,7 +135,7 @@ def test_a_targeted_attack_counts_its_aim_and_leaves_its_class_alone(run, tmp_pa
 
 def test_images_without_classes_must_keep_their_labels(run, photos, tmp_path):
     pattern = f"{photos}/*/0*.png"
-    shown = run("--data", pattern, "--attack", "colours", "--defense", "Undefended", "--out", tmp_path, "--json")
+    shown = run("--data", pattern, "--attack", "colors", "--defense", "Undefended", "--out", tmp_path, "--json")
     summary = json.loads(shown.stdout)
     assert (summary["labeled"], summary["attacked"]["total"]) == (False, 8)
     assert summary["attacked"]["correct"] < 8

@@ -11,7 +11,7 @@ from helpers.small_guards import random_images, randomize_weights, srf_guard
 from helpers.weak_networks import Texture, dark_images, undefended_guard
 
 from patchguard.attacks.adaptive import Adaptive
-from patchguard.attacks.baselines import Colours
+from patchguard.attacks.baselines import Colors
 from patchguard.attacks.patch_pgd import PatchPGD
 from patchguard.data.catalog import CIFAR10_CLASSES
 from patchguard.data.source import open_source
@@ -66,7 +66,7 @@ def test_a_victim_that_hides_its_gradient_falls_to_guesses():
     guard, (images, _) = color_network.color_guard("undefended"), color_network.tinted_images(12)
     target = guard.predict(images).label
     climbed = attack_victim([Hidden()], images, target, images, [FAST.attack], Patch(7))
-    guessed = attack_victim([Hidden()], images, target, images, [FAST.attack, Colours(tries=20)], Patch(7))
+    guessed = attack_victim([Hidden()], images, target, images, [FAST.attack, Colors(tries=20)], Patch(7))
     assert climbed.adaptive.all()
     assert not guessed.adaptive.all()
 

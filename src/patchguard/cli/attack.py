@@ -54,7 +54,7 @@ def attack(
     ] = "",
     patch_space: PatchSpace = "source",
     attack: Annotated[
-        str, typer.Option(help="adaptive, patch_pgd, universal_patch, noise, colours or copy.")
+        str, typer.Option(help="adaptive, patch_pgd, universal_patch, noise, colors or copy.")
     ] = "adaptive",
     budget: Annotated[
         str,
@@ -297,11 +297,11 @@ def make_table(summary: "AttackSummary") -> "Table":
     table = Table("images", "fraction (95 %)", "number", box=None, pad_edge=False)
     detects = summary.settings.detects
     either = " (or an alert)" if detects else ""
-    rows = [("right without an attack", "clean")] if summary.labeled else []
+    rows = [("correct without an attack", "clean")] if summary.labeled else []
     rows += [
-        (("right under the attack" if summary.labeled else "label unchanged by the attack") + either, "attacked"),
-        (("right, and proved to stay" if summary.labeled else "label proved to stay") + either, "certified"),
-        ("not proved, and really broken", "broken"),
+        (("correct under the attack" if summary.labeled else "label unchanged by the attack") + either, "attacked"),
+        (("correct and certified" if summary.labeled else "label certified") + either, "certified"),
+        ("not certified, and broken", "broken"),
     ]
     rows += [("answered with the aim", "aimed")] if summary.aimed is not None else []
     rows += [("attacks that raise an alert", "alerts")] if detects else []
@@ -309,5 +309,5 @@ def make_table(summary: "AttackSummary") -> "Table":
         number = getattr(summary, name)
         table.add_row(words, percent(number), f"{number.correct:,} of {number.total:,}")
     fallen = summary.certified_broken
-    table.add_row("proved, but broken", "must be none", f"{fallen.correct:,} of {fallen.total:,}")
+    table.add_row("certified, but broken", "must be none", f"{fallen.correct:,} of {fallen.total:,}")
     return table

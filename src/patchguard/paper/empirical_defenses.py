@@ -17,10 +17,9 @@ from torch import Tensor
 
 from patchguard import runtime
 from patchguard.attacks.adaptive import Adaptive
-from patchguard.attacks.base import Attack
-from patchguard.attacks.baselines import Colours, Copy
+from patchguard.attacks.base import Attack, Images, Victim
+from patchguard.attacks.baselines import Colors, Copy
 from patchguard.attacks.patch_pgd import PatchPGD
-from patchguard.attacks.victim import Images, Victim
 from patchguard.errors import InputError
 from patchguard.guards.local import LocalGuard
 from patchguard.paper import networks
@@ -189,14 +188,14 @@ def compare(
     patch = Patch.of_area(options.area, height=height, width=width)
     fitted = None if certified is None else certified.for_patch(patch, height, width)
     sensitive = replace(options.attack, search="occlusion")
-    attacks = [options.attack, sensitive, Colours(tries=options.tries), Copy(tries=options.tries)]
+    attacks = [options.attack, sensitive, Colors(tries=options.tries), Copy(tries=options.tries)]
     batches: dict[str, list[Kept]] = {}
     for indices, pixels, target in images.batches(device, options.batch_pixels):
         draws: dict[str, Any] = {"seed": options.seed, "numbers": indices}
         # To its end, not to its first success: what just crosses the border of a class is undone by any cleaning.
         bare = with_progress(guard, partial(progress, "none"))
         broken = options.attack(bare, pixels, target, patch, **draws)
-        plain = extend_attack(bare, pixels, target, patch, broken, options.attack.pace, **draws)
+        plain = extend_attack(bare, pixels, target, patch, broken, options.attack.schedule, **draws)
         none = attack_victim([guard], pixels, target, plain, [], patch)
         batches.setdefault("none", []).append(replace(none, adaptive=none.adaptive & ~broken.broken.cpu()))
         for name, same in make_cleanings(height, width).items():

@@ -85,6 +85,9 @@ def test_recipes_are_listed_with_one_line_each() -> None:
     ("extra", "message"),
     [
         (["--set", "dataset=cifar10"], "data_batch_1.bin is not in"),
+        (["--data", "cifar10", "--root", "nowhere"], "`root` must be a folder that holds CIFAR-10; got nowhere"),
+        (["--data", "cifar"], "dataset to train on; got 'cifar'. Did you mean 'cifar10'"),
+        (["--data", "sample"], "dataset to train on; got 'sample'"),
         (["--epochs", "some"], "whole number of at least 1, or auto"),
         (["--set", "epochs"], "KEY=VALUE"),
         (["--set", "schedule.epoch=3"], "no setting 'schedule.epoch'. Did you mean 'epochs'"),
@@ -192,7 +195,7 @@ def test_images_that_do_not_fit_into_memory_are_streamed(
 
 def test_a_limit_takes_images_of_all_classes_and_a_fraction_is_held_out(data: Path, tmp_path: Path) -> None:
     recipe = recipes.tiny().override({"dataset": "folder", "image_size": 16, "held_out": 0.1})
-    options = run.Options(recipe=recipe, data=data, out=tmp_path, limit=50)
+    options = run.Options(recipe=recipe, root=data, out=tmp_path, limit=50)
     train_set, held_out, test = run.load_data(options, torch.device("cpu"))
     assert (len(train_set), len(held_out), test) == (45, 5, None)
     assert set(train_set.targets.tolist()) == {0, 1, 2}

@@ -52,7 +52,7 @@ def write_stripes(root: Path, train: int = 220, test: int = 40) -> Path:
 def folder_options(data: Path, out: Path, recipe: str = "tiny", **changes: object) -> list[str]:
     """Return the options of `patchguard train` for the pictures in a folder."""
     options = ["--recipe", recipe, "--data", str(data), "--out", str(out), "--device", "cpu"]
-    for key, value in {**SETTINGS, "data.dataset": "folder", "data.image_size": 16, **changes}.items():
+    for key, value in {**SETTINGS, "data.image_size": 16, **changes}.items():
         options += ["--set", f"{key}={json.dumps(value)}"]
     return options
 

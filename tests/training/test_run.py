@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 def options(out: Path, **changes: object) -> run.Options:
     settings = {
         "recipe": striped_recipe(epochs=2, other_patches=[1], held_out=20),
-        "data": out,
+        "root": out,
         "out": out,
         "device": "cpu",
     }

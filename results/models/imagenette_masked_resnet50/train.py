@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from patchguard import runtime
-from patchguard.data.dataset import held_out_places
+from patchguard.data.dataset import hold_out_indices
 from patchguard.storage import zoo
 
 SIDE = 224
@@ -340,7 +340,7 @@ def main() -> None:
     if settings.probe:
         return
     pixels, labels = load_photos(settings.data / "train")
-    learned, held = held_out_places(len(labels), HELD_OUT)
+    learned, held = hold_out_indices(len(labels), HELD_OUT)
     images, targets = pixels[learned].to(trainer.device), labels[learned].to(trainer.device)
     shown = torch.randperm(HELD_OUT, generator=torch.Generator().manual_seed(0))  # any first part is a fair sample
     held_images, held_targets = pixels[held[shown]].to(trainer.device), labels[held[shown]].to(trainer.device)

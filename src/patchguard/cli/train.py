@@ -12,7 +12,7 @@ from typing import Annotated, Any, final
 
 import typer
 
-from patchguard.cli.common import screen
+from patchguard.cli.common import Root, screen
 from patchguard.errors import InputError
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
@@ -20,7 +20,11 @@ INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
 def train(
     recipe: Annotated[str, typer.Option(help="A name that --list shows.")] = "",
-    data: Annotated[Path | None, typer.Option(help="Folder of datasets. Default: $PATCHGUARD_DATA.")] = None,
+    data: Annotated[
+        str,
+        typer.Option(help="A known dataset, or a folder of class folders. Default: the recipe's.", show_default=False),
+    ] = "",
+    root: Root = None,
     out: Annotated[Path | None, typer.Option(help="Folder of this run; a stopped run in it is resumed.")] = None,
     settings: Annotated[
         list[str] | None,
@@ -57,12 +61,12 @@ def train(
         return
     if not recipe or out is None:
         raise InputError("`--recipe` and `--out` must be given. `patchguard train --list` shows the recipes.")
-    from patchguard.data.catalog import data_root
     from patchguard.training import recipes, run
 
+    dataset, folder = _find_dataset(data, root)
     options = run.Options(
-        recipe=recipes.get_recipe(recipe).override(read_assignments(settings or [])),
-        data=data_root(data),
+        recipe=recipes.get_recipe(recipe).override({**dataset, **read_assignments(settings or [])}),
+        root=folder,
         out=out,
         epochs=epochs or None,
         minutes=minutes,
@@ -77,6 +81,19 @@ def train(
     summary = _train_with_progress(options)
     if summary is not None:
         typer.echo(json.dumps(summary))
+
+
+def _find_dataset(data: str, root: Path | None) -> tuple[dict[str, str], Path]:
+    """Return the setting that names the dataset, if it is not the recipe's own, and the folder where it lies."""
+    from patchguard.data.catalog import CATALOG, data_root
+    from patchguard.errors import nearest
+
+    if not data or (data in CATALOG and CATALOG[data].train):
+        return ({"data.dataset": data} if data else {}), data_root(root)
+    if not Path(data).expanduser().is_dir():
+        known = [name for name, dataset in CATALOG.items() if dataset.train]
+        raise InputError(f"`--data` must be a folder or a dataset to train on; got {data!r}. {nearest(data, known)}")
+    return {"data.dataset": "folder"}, Path(data).expanduser()
 
 
 def read_assignments(texts: list[str]) -> dict[str, Any]:

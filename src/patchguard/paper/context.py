@@ -188,7 +188,7 @@ class Context:
         else:
             for needed in self._missing_models(name):
                 yield from self._commands(needed)
-            root = "" if self.root is None else f" --data {self.root}"
+            root = "" if self.root is None else f" --root {self.root}"
             settings = "".join(
                 f" --set {key}={self._trained_path(each)}"
                 for key, each in self._starting_models(name).items()
@@ -245,7 +245,7 @@ class Context:
         logger.info("training %s into %s", name, out)
         options = run.Options(
             recipe=recipe.override(paths),
-            data=data_root(self.root),
+            root=data_root(self.root),
             out=out,
             device=str(self.device),
         )

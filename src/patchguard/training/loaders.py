@@ -46,7 +46,7 @@ class InMemoryLoader:
 @final
 @dataclass(frozen=True, eq=False)
 class StreamingLoader:
-    """Images that worker processes decode; every process of a group decodes all of them."""
+    """Images that are decoded on the way; every process of a group decodes all of them."""
 
     source: Source
     size: tuple[int, int]

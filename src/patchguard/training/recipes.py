@@ -171,7 +171,7 @@ def cifar10_ibp_2() -> Recipe:
 def cifar10_ibp_5() -> Recipe:
     """Interval bounds of a small network against patches of 5 x 5 pixels, trained at random positions."""
     # On bounds alone, all ReLUs die and one class answers everything. Part of the plain loss was
-    # to keep them alive, and did not (results/README.md).
+    # to keep them alive, and did not (results/NOTES.md).
     loss = {"weights": {"interval": 0.5, "plain": 0.5}, "warmup_fraction": 0.1, "ramp": 0.6}
     return make_recipe("cifar10_ibp_5", cifar10_ibp_2(), patch=5, loss=loss)
 

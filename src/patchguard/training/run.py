@@ -1,12 +1,12 @@
 """One training run from the data to the summary: train, choose weights, save the guard, measure the file.
 
-    run.train(run.Options(recipe=recipes.get_recipe("tiny"), data=Path("data"), out=Path("runs/tiny")))
+    run.train(run.Options(recipe=recipes.get_recipe("tiny"), root=Path("data"), out=Path("runs/tiny")))
 
 The folder `out` gets checkpoints, log.jsonl (one line per epoch), curve.png, NAME.safetensors and summary.json. The
 same options again resume where the last call stopped. On the command line this is `patchguard train`, also for
 torchrun:
 
-    torchrun --nproc-per-node 2 -m patchguard train --recipe tiny --data data --out runs/tiny
+    torchrun --nproc-per-node 2 -m patchguard train --recipe tiny --root data --out runs/tiny
 """
 
 import logging
@@ -43,7 +43,7 @@ MODES = ("default", "max-autotune-no-cudagraphs", "off")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What one call does with a recipe.
+    """What one call does with a recipe. The recipe's dataset lies at or below `root`.
 
     `epochs` of None takes the recipe's, "auto" as many as fit `plan_minutes`, the time of the whole run over several
     calls, or else `minutes`, after which this call stops with a checkpoint. `started` is when its clock began. `test`
@@ -52,7 +52,7 @@ class Options:
     """
 
     recipe: Recipe
-    data: Path
+    root: Path
     out: Path
     epochs: int | str | None = None
     minutes: float | None = None
@@ -157,11 +157,11 @@ def load_data(options: Options, device: torch.device) -> tuple[Dataset | Source,
     """
     recipe, size = options.recipe, options.recipe.source_size
     if recipe.data.dataset == "cifar10":
-        splits = load_splits(recipe.data.dataset, options.data)
+        splits = load_splits(recipe.data.dataset, options.root)
         images = splits.train if options.limit is None else splits.train.subset(slice(0, options.limit))
         train_set, held_out = hold_out(images, recipe.count_held_out(len(images)))
         return train_set, held_out, splits.test if options.test else None
-    source, test_source = open_splits(recipe.data.dataset, options.data)
+    source, test_source = open_splits(recipe.data.dataset, options.root)
     # Files are sorted by class: evenly spaced images are of all classes.
     source = source if options.limit is None else source.limit(options.limit)
     test = load_images(test_source, size=size)[0] if options.test else None

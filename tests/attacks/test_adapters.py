@@ -8,15 +8,15 @@ import pytest
 import torch
 from helpers.color_network import color_guard, tinted_images
 
-from patchguard.attacks import Called, Toolbox, toolbox_classifier
-from patchguard.attacks.adapters import rectangles
-from patchguard.attacks.base import covered
+from patchguard.attacks import FunctionAttack, ToolboxAttack, as_toolbox_classifier
+from patchguard.attacks.adapters import cover_with_rectangles
+from patchguard.attacks.base import patch_mask
 from patchguard.errors import InputError
 from patchguard.patch import Patch
 
 
 def painted_box(images: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Paint a 6 x 6 box in the colour of the next class."""
+    """Paint a 6 x 6 box in the color of the next class."""
     found = images.clone()
     for image, label in zip(found, target.tolist(), strict=True):
         image[:, 3:9, 4:10] = 0
@@ -28,10 +28,10 @@ def test_a_function_is_an_attack() -> None:
     victim = color_guard("undefended")
     images, _ = tinted_images(20)
     target = victim.predict(images).label
-    attacked = Called(function=painted_box)(victim, images, target, Patch(6))
+    attacked = FunctionAttack(function=painted_box)(victim, images, target, Patch(6))
     assert attacked.broken.float().mean() > 0.7
-    assert attacked.places.tolist() == [[[3, 4]]] * 20
-    larger = Called(function=painted_box)(victim, images, target, Patch(4, count=4))
+    assert attacked.positions.tolist() == [[[3, 4]]] * 20
+    larger = FunctionAttack(function=painted_box)(victim, images, target, Patch(4, count=4))
     assert torch.equal(larger.images, attacked.images)
 
 
@@ -40,11 +40,11 @@ def test_a_function_that_changes_too_much_is_refused_with_the_number_of_pixels()
     images, _ = tinted_images(5)
     target = victim.predict(images).label
     with pytest.raises(InputError, match=r"one rectangle of 5 x 5 pixels; in image 0 .* changed 11 pixels outside"):
-        Called(function=painted_box)(victim, images, target, Patch(5))
+        FunctionAttack(function=painted_box)(victim, images, target, Patch(5))
     with pytest.raises(InputError, match="of the shape it was given"):
-        Called(function=lambda images, target: images[:, :, 1:])(victim, images, target, Patch(5))
+        FunctionAttack(function=lambda images, target: images[:, :, 1:])(victim, images, target, Patch(5))
     with pytest.raises(InputError, match=r"pixels in \[0, 1\]"):
-        Called(function=lambda images, target: images + 2)(victim, images, target, Patch(5))
+        FunctionAttack(function=lambda images, target: images + 2)(victim, images, target, Patch(5))
 
 
 def test_rectangles_are_found_exactly_where_they_exist() -> None:
@@ -54,13 +54,13 @@ def test_rectangles_are_found_exactly_where_they_exist() -> None:
     answers = []
     for _ in range(60):
         changed = torch.rand(5, 6, generator=generator) < 0.12
-        places = torch.tensor([[first, second] for first in corners for second in corners])
-        holds = (covered(places, patch, 5, 6)[:, 0] | ~changed).flatten(1).all(1)
-        found = rectangles(changed, patch)
+        positions = torch.tensor([[first, second] for first in corners for second in corners])
+        holds = (patch_mask(positions, patch, 5, 6)[:, 0] | ~changed).flatten(1).all(1)
+        found = cover_with_rectangles(changed, patch)
         assert (found is not None) == bool(holds.any())
         answers.append(found is not None)
         if found is not None:
-            assert (covered(found[None], patch, 5, 6)[0, 0] | ~changed).all()
+            assert (patch_mask(found[None], patch, 5, 6)[0, 0] | ~changed).all()
     assert True in answers
     assert False in answers
 
@@ -84,15 +84,17 @@ def test_an_attack_of_the_toolbox_is_an_attack() -> None:
     victim = color_guard("undefended")
     images, _ = tinted_images(20)
     target = victim.predict(images).label
-    one, several = (Toolbox(attack=StandIn(), locations=count)(victim, images, target, Patch(6)) for count in (1, 4))
+    one, several = (
+        ToolboxAttack(attack=StandIn(), locations=count)(victim, images, target, Patch(6)) for count in (1, 4)
+    )
     assert 0 < int(one.broken.sum()) <= int(several.broken.sum())
     with pytest.raises(InputError, match="pixels outside"):
-        Toolbox(attack=StandIn(honest=False))(victim, images, target, Patch(6))
+        ToolboxAttack(attack=StandIn(honest=False))(victim, images, target, Patch(6))
     with pytest.raises(InputError, match="must have a method `generate`"):
-        Toolbox(attack=object())
+        ToolboxAttack(attack=object())
 
 
-def test_an_attack_of_the_toolbox_that_climbs_the_wrong_way_is_refused() -> None:
+def test_an_attack_of_the_toolbox_that_goes_the_wrong_way_is_refused() -> None:
     victim = color_guard("undefended")
     images, _ = tinted_images(8)
     target = victim.predict(images).label
@@ -100,10 +102,10 @@ def test_an_attack_of_the_toolbox_that_climbs_the_wrong_way_is_refused() -> None
     for targeted, aim in ((True, None), (False, 1)):
         attack.targeted = targeted
         with pytest.raises(InputError, match=f"targeted={not targeted}"):
-            Toolbox(attack=attack)(victim, images, target, Patch(6), aim=aim)
+            ToolboxAttack(attack=attack)(victim, images, target, Patch(6), aim=aim)
 
 
 def test_a_missing_toolbox_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "art", None)
     with pytest.raises(InputError, match="is not installed"):
-        toolbox_classifier(color_guard("undefended"), size=(12, 12), classes=3)
+        as_toolbox_classifier(color_guard("undefended"), size=(12, 12), classes=3)

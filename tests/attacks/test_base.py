@@ -11,8 +11,8 @@ from helpers.small_guards import random_images
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patchguard.attacks import ATTACKS, Adaptive, Attack, Called, Colors, Copy, Noise, PatchPGD, build
-from patchguard.attacks.base import covered, eight_bits
+from patchguard.attacks import ATTACKS, Adaptive, Attack, Colors, Copy, FunctionAttack, Noise, PatchPGD, build
+from patchguard.attacks.base import patch_mask, round_to_8_bits
 from patchguard.attacks.universal_patch import apply_patch
 from patchguard.errors import InputError
 from patchguard.guards.local import LocalGuard
@@ -52,10 +52,10 @@ def test_only_the_pixels_of_the_patch_change(name, attack, height, width, count,
     victim, images, target = wrong_images(name)
     patch = Patch(height, width, count)
     attacked = attack(victim, images, target, patch, aim=aim)
-    inside = covered(attacked.places, patch, SIDE, SIDE)
+    inside = patch_mask(attacked.positions, patch, SIDE, SIDE)
     assert ((attacked.images == images) | inside).all()
     changed = attacked.images[(attacked.images != images)]
-    assert torch.equal(changed, eight_bits(changed))
+    assert torch.equal(changed, round_to_8_bits(changed))
     assert int(inside.sum()) <= 3 * count * patch.area
     assert torch.equal(attacked.label, victim.predict(attacked.images).label)
     wanted = attacked.label != target if aim is None else (attacked.label == aim)
@@ -73,7 +73,7 @@ def test_an_answer_does_not_depend_on_the_batch(attack) -> None:
     together = attack(victim, images, target, Patch(3), seed=4, numbers=range(10, 16))
     order = torch.tensor([5, 2, 0])
     apart = attack(victim, images[order], target[order], Patch(3), seed=4, numbers=(10 + order).tolist())
-    assert torch.equal(together.places[order], apart.places)
+    assert torch.equal(together.positions[order], apart.positions)
     assert torch.equal(together.images[order], apart.images)
     assert torch.equal(together.broken[order], apart.broken)
 
@@ -83,7 +83,7 @@ def test_another_seed_draws_other_places() -> None:
     images, _ = tinted_images(8)
     target = victim.predict(images).label
     first, second = (Noise(tries=1)(victim, images, target, Patch(2), seed=seed) for seed in (0, 1))
-    assert not torch.equal(first.places, second.places)
+    assert not torch.equal(first.positions, second.positions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Cheat(Attack):
     what: str
 
     def run(self, victim, images, target, patch, aim, draws):
-        places = torch.zeros(len(images), patch.count, 2, dtype=torch.int64)
+        positions = torch.zeros(len(images), patch.count, 2, dtype=torch.int64)
         found = images.clone()
         if self.what == "outside":
             found[:, 0, -1, -1] = 1 - found[:, 0, -1, -1]
@@ -102,10 +102,10 @@ class Cheat(Attack):
         elif self.what == "NaN":
             found[:, 0, 0, 0] = torch.nan
         elif self.what == "place":
-            places += SIDE
+            positions += SIDE
         elif self.what == "shape":
             found = found[:, :, :4]
-        return found, places
+        return found, positions
 
 
 def test_the_patch_is_rounded_to_8_bits_and_the_rest_is_not() -> None:
@@ -159,9 +159,9 @@ def test_things_of_another_kind_are_named(unchecked) -> None:
     for aim in (torch.ones(4, dtype=torch.bool), torch.ones(4)):
         with pytest.raises(InputError, match="`aim` must be one class number per image"):
             Noise()(victim, images, target, Patch(2), aim=aim)
-    for places in (torch.zeros(4, 2), torch.zeros(3, 1, 2), torch.zeros(4, 1, 3), [[0, 0]] * 4):
-        with pytest.raises(InputError, match=r"\(images, patches, 2\) with 4 images here"):
-            apply_patch(torch.zeros(3, 4, 4), images, places)
+    for positions in (torch.zeros(4, 2), torch.zeros(3, 1, 2), torch.zeros(4, 1, 3), [[0, 0]] * 4):
+        with pytest.raises(InputError, match=r"\(images, patches, 2\) with 4 images"):
+            apply_patch(torch.zeros(3, 4, 4), images, positions)
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_settings_are_checked(settings, match, unchecked) -> None:
 
 @pytest.mark.parametrize("matching", [-0.1, 1.1, True])
 def test_a_share_of_matching_steps_is_a_number_from_0_to_1(matching, unchecked) -> None:
-    with pytest.raises(InputError, match="`matching` must be a share"):
+    with pytest.raises(InputError, match="`matching` must be a fraction"):
         Adaptive(matching=matching)
 
 
@@ -238,6 +238,6 @@ def test_the_whole_batch_may_be_wrong_already() -> None:
     victim = color_guard("undefended")
     images, _ = tinted_images(3)
     wrong = (victim.predict(images).label + 1) % 3
-    attacked = Called(function=lambda images, target: 1 / 0)(victim, images, wrong, Patch(3))
+    attacked = FunctionAttack(function=lambda images, target: 1 / 0)(victim, images, wrong, Patch(3))
     assert attacked.broken.all()
     assert torch.equal(attacked.images, images)

@@ -5,7 +5,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from patchguard.attacks.feature_attack import attack_features, owned_cells
+from patchguard.attacks.feature_attack import attack_features, union_cells
 from patchguard.defenses import (
     CellMasking,
     ClippedSum,
@@ -91,7 +91,7 @@ def test_the_attack_writes_only_into_the_window_and_within_range() -> None:
     windows = Windows.sliding(grid=GRID, size=(3, 3))
     found = defense.certify(maps, windows)
     attack = attack_features(defense, maps, windows, found)
-    owned = owned_cells(found.weakest, windows)
+    owned = union_cells(found.weakest, windows)
     changed = (attack.evidence.values != maps.values).any(1)
     assert not (changed & ~owned).any()
     assert attack.evidence.values.min() >= maps.low

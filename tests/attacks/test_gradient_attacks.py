@@ -7,7 +7,7 @@ import torch
 from helpers.color_network import GUARDS, color_guard, tinted_images
 
 from patchguard.attacks import Adaptive, Noise, PatchPGD
-from patchguard.attacks.guide import find_guide
+from patchguard.attacks.weak_spot import find_weak_spot
 from patchguard.defenses import Undefended
 from patchguard.defenses.evidence import Evidence
 from patchguard.geometry.preprocess import Preprocess
@@ -28,9 +28,9 @@ def right_images(name: str, count: int = 60):
 def test_pgd_breaks_an_undefended_network_and_noise_does_less() -> None:
     victim, images, target = right_images("undefended")
     patch = Patch(6)
-    climbed = PatchPGD(steps=20, locations=2)(victim, images, target, patch)
+    ascended = PatchPGD(steps=20, locations=2)(victim, images, target, patch)
     guessed = Noise(tries=2)(victim, images, target, patch)
-    assert climbed.broken.float().mean() > 0.9
+    assert ascended.broken.float().mean() > 0.9
     assert guessed.broken.float().mean() < 0.5
 
 
@@ -139,8 +139,8 @@ def test_rough_gradients_still_break_images_and_never_count_by_themselves(name, 
     def rough(device: torch.device, half: bool) -> torch.autocast:  # what a GPU does by itself
         return torch.autocast("cpu", torch.bfloat16)
 
-    for module in ("climb", "closeup", "guide"):
-        monkeypatch.setattr(f"patchguard.attacks.{module}.reduced", rough)
+    for module in ("gradient_ascent", "cropped_forward", "weak_spot"):
+        monkeypatch.setattr(f"patchguard.attacks.{module}.gradient_precision", rough)
     victim, images, target = right_images(name, 24)
     patch = Patch(3) if hasattr(victim.defense, "masks") else Patch(4)
     attacked = Adaptive(steps=12, locations=2)(victim, images, target, patch)
@@ -162,9 +162,9 @@ def test_a_network_that_mixes_positions_can_still_be_attacked() -> None:
 
 def test_an_image_that_makes_the_network_overflow_does_not_cost_the_others_their_hints() -> None:
     victim, images, target = right_images("double", 6)
-    alone = find_guide(victim, images[:5], PATCH, target[:5], size=6, half=False)
+    alone = find_weak_spot(victim, images[:5], PATCH, target[:5], size=6, half=False)
     images[5] = torch.nan
-    together = find_guide(victim, images, PATCH, target, size=6, half=False)
+    together = find_weak_spot(victim, images, PATCH, target, size=6, half=False)
     assert alone is not None
     assert together is not None
     assert torch.equal(together.boxes[:5], alone.boxes)
@@ -176,13 +176,13 @@ def test_a_patch_that_reaches_every_cell_gives_no_hint_about_rivals() -> None:
     victim = LocalGuard(Preprocess(), whole, Evidence(low=0.0, high=1.0), Undefended())
     images = torch.rand(4, 3, 5, 5, generator=torch.Generator().manual_seed(0))
     target = victim.predict(images).label
-    assert find_guide(victim, images, Patch(5), target, size=4, half=False) is None
+    assert find_weak_spot(victim, images, Patch(5), target, size=4, half=False) is None
     part = wrap(torch.nn.Conv2d(3, 3, 1), classes=3)
-    found = find_guide(replace(victim, model=part), images, Patch(2), target, size=4, half=False)
+    found = find_weak_spot(replace(victim, model=part), images, Patch(2), target, size=4, half=False)
     assert found is not None
 
 
-def test_of_tries_that_all_fail_the_one_that_climbed_highest_is_kept() -> None:
+def test_of_attempts_that_all_fail_the_one_with_the_highest_loss_is_kept() -> None:
     victim, images, target = right_images("undefended", 24)
     settings = {"steps": 2, "step": 0.02}
 
@@ -191,10 +191,10 @@ def test_of_tries_that_all_fail_the_one_that_climbed_highest_is_kept() -> None:
         return torch.nn.functional.cross_entropy(scores, target, reduction="none").detach()
 
     several = PatchPGD(locations=4, **settings)(victim, images, target, Patch(3))
-    # The places of a seed come in the same order, however many there are.
+    # The positions of a seed come in the same order, however many there are.
     alone = [PatchPGD(locations=count, **settings)(victim, images, target, Patch(3)) for count in (1, 2, 3)]
     left = ~several.broken
     assert left.any()
     for fewer in alone:
         assert (lead(several.images)[left] >= lead(fewer.images)[left] - 1e-6).all()
-    assert (several.places[left] != alone[0].places[left]).any()
+    assert (several.positions[left] != alone[0].positions[left]).any()

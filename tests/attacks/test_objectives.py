@@ -4,15 +4,16 @@ import pytest
 import torch
 from helpers.color_network import GUARDS, SIDE, color_guard, tinted_images
 
-from patchguard.attacks.climb import quick_answer
+from patchguard.attacks.gradient_ascent import predict_from_logits
 from patchguard.attacks.objectives import (
-    SCORES,
-    Case,
+    SURROGATES,
+    Goal,
     box_sums,
     cross_entropy,
     defended_score,
     margin,
     soft_evidence,
+    sum_score,
     witness_score,
 )
 from patchguard.defenses import DoubleMasking, MaskedAgreement
@@ -51,34 +52,46 @@ def test_the_score_is_the_lead_in_the_defended_scores(name) -> None:
     victim = color_guard(name)
     images, target = tinted_images(20)
     answer = victim.predict(images)
-    soft = soft_evidence(victim.evidence, victim.local_logits(images))
-    scores = SCORES[type(victim.defense)](victim.defense, soft)
     # Votes are whole: a cell whose best two classes tie after rounding may count for the other one.
     votes = victim.evidence.kind in ("vote", "prediction")
-    assert torch.allclose(scores, answer.scores.float(), atol=3 if votes else 1e-2)
-    lead = margin(scores, Case(target=target))
+    for aim in (None, *(torch.full_like(target, label) for label in range(3))):
+        goal = Goal(target=target, aim=aim)
+        lead = defended_score(victim.defense, victim.evidence, victim.local_logits(images), goal)
+        assert torch.allclose(lead, margin(answer.scores.float(), goal), atol=6 if votes else 2e-2)
+    lead = defended_score(victim.defense, victim.evidence, victim.local_logits(images), Goal(target=target))
     clear = lead.abs() > (6 if votes else 0.05)
     assert torch.equal((lead > 0)[clear], (answer.label != target)[clear])
 
 
+def test_a_defense_without_an_entry_is_attacked_as_a_sum_of_evidence(monkeypatch) -> None:
+    victim = color_guard("robust")
+    images, target = tinted_images(6)
+    logits, goal = victim.local_logits(images), Goal(target=target)
+    known = defended_score(victim.defense, victim.evidence, logits, goal)
+    monkeypatch.delitem(SURROGATES, type(victim.defense))
+    plain = defended_score(victim.defense, victim.evidence, logits, goal)
+    assert torch.equal(plain, sum_score(None, soft_evidence(victim.evidence, logits), goal))
+    assert not torch.equal(plain, known)
+
+
 @pytest.mark.parametrize("name", GUARDS)
-def test_climbing_the_score_in_the_logits_flips_the_label(name) -> None:
+def test_increasing_the_score_in_the_logits_flips_the_label(name) -> None:
     victim = color_guard(name)
     images, _ = tinted_images(16)
     target = victim.predict(images).label
     aim = (target + 1) % 3
-    case = Case(target=target, aim=aim, owned=torch.ones(16, SIDE - 2, SIDE - 2, dtype=torch.bool))
+    goal = Goal(target=target, aim=aim, owned=torch.ones(16, SIDE - 2, SIDE - 2, dtype=torch.bool))
     logits = victim.local_logits(images)
     first = None
     for _ in range(150):
         logits = logits.detach().requires_grad_(True)
-        score = defended_score(victim.defense, victim.evidence, logits, case)
+        score = defended_score(victim.defense, victim.evidence, logits, goal)
         first = score.detach() if first is None else first
         gradient = torch.autograd.grad(score.sum(), logits)[0]
         logits = logits + 0.3 * gradient.sign()
-    last = defended_score(victim.defense, victim.evidence, logits.detach(), case)
+    last = defended_score(victim.defense, victim.evidence, logits.detach(), goal)
     assert (last > first).all()
-    answer = quick_answer(victim, logits.detach())
+    answer = predict_from_logits(victim, logits.detach())
     assert torch.equal(answer.label, aim)
     assert answer.alert is None or not answer.alert.any()
 
@@ -97,7 +110,7 @@ def test_a_positive_pair_score_is_a_flipped_label(name) -> None:
     maps[:, 1] += 0.5
     maps[:, 2] += 0.4
     target, aim = torch.full((400,), 1), torch.full((400,), 2)
-    score = defended_score(defense, evidence, maps, Case(target=target, aim=aim))
+    score = defended_score(defense, evidence, maps, Goal(target=target, aim=aim))
     answer = defense.predict(evidence(maps))
     assert (answer.label[score > 0.01] == 2).all()
     assert (score > 0.01).any()
@@ -113,8 +126,8 @@ def test_the_pair_score_is_its_formula_written_out(part, tau) -> None:
     target, aim = torch.full((30,), 1), torch.full((30,), 2)
     owned = torch.zeros(30, 3, 4, dtype=torch.bool)
     owned[:, :2, 1:3] = part == "some cells"
-    case = Case(target=target, aim=aim, owned=owned if part == "some cells" else None)
-    found = defended_score(DoubleMasking(masks=masks, tau=tau), Evidence(low=None), maps, case)
+    goal = Goal(target=target, aim=aim, owned=owned if part == "some cells" else None)
+    found = defended_score(DoubleMasking(masks=masks, tau=tau), Evidence(low=None), maps, goal)
     boxes = [torch.from_numpy(box).view(3, 4) for box in masks.cells]
     decided = 0
     for i, u in enumerate(maps):
@@ -134,11 +147,11 @@ def test_the_pair_score_is_its_formula_written_out(part, tau) -> None:
 
 def test_cross_entropy_goes_away_from_the_target_or_towards_the_aim() -> None:
     logits = torch.zeros(1, 3, 2, 2, requires_grad=True)
-    away = torch.autograd.grad(cross_entropy(logits, Case(target=torch.tensor([0]))).sum(), logits)[0]
+    away = torch.autograd.grad(cross_entropy(logits, Goal(target=torch.tensor([0]))).sum(), logits)[0]
     assert (away[:, 0] < 0).all()
     assert (away[:, 1:] > 0).all()
-    case = Case(target=torch.tensor([0]), aim=torch.tensor([2]))
-    towards = torch.autograd.grad(cross_entropy(logits, case).sum(), logits)[0]
+    goal = Goal(target=torch.tensor([0]), aim=torch.tensor([2]))
+    towards = torch.autograd.grad(cross_entropy(logits, goal).sum(), logits)[0]
     assert (towards[:, 2] > 0).all()
     assert (towards[:, :2] < 0).all()
 
@@ -146,8 +159,8 @@ def test_cross_entropy_goes_away_from_the_target_or_towards_the_aim() -> None:
 def test_the_witness_pulls_only_where_the_patch_is() -> None:
     logits = torch.zeros(1, 3, 2, 2, requires_grad=True)
     owned = torch.tensor([[[True, False], [False, False]]])
-    case = Case(target=torch.tensor([0]), aim=torch.tensor([2]), owned=owned)
+    goal = Goal(target=torch.tensor([0]), aim=torch.tensor([2]), owned=owned)
     wished = torch.stack([torch.full((2, 2), -9.0), torch.full((2, 2), 9.0)])[None]
-    gradient = torch.autograd.grad(witness_score(Evidence(low=None), logits, case, wished).sum(), logits)[0]
+    gradient = torch.autograd.grad(witness_score(Evidence(low=None), logits, goal, wished).sum(), logits)[0]
     assert gradient[0, :, 0, 0].tolist() == [-1, 0, 1]
     assert gradient.abs().sum() == 2

@@ -5,7 +5,7 @@ import torch
 from helpers.color_network import color_guard, tinted_images
 from PIL import Image
 
-from patchguard.attacks import Surroundings, UniversalPatch, apply_patch, learn_patch, load_patch, save_patch
+from patchguard.attacks import Transformations, UniversalPatch, apply_patch, learn_patch, load_patch, save_patch
 from patchguard.errors import InputError
 from patchguard.patch import Patch
 
@@ -24,7 +24,7 @@ def test_a_patch_learned_on_some_images_works_on_others(tmp_path) -> None:
     target = victim.predict(others).label
     attacked = UniversalPatch(path=tmp_path / "patch.png", locations=3)(victim, others, target, Patch(6), aim=1)
     assert attacked.broken[target != 1].float().mean() > 0.7
-    again = apply_patch(tmp_path / "patch.png", others, attacked.places)
+    again = apply_patch(tmp_path / "patch.png", others, attacked.positions)
     touched = (attacked.images != others).flatten(1).any(1)
     assert torch.equal(again[touched], attacked.images[touched])
 
@@ -61,7 +61,7 @@ def test_mistakes_are_named(tmp_path) -> None:
         load_patch(tmp_path / "no.png")
     with pytest.raises(InputError, match="inside the images"):
         apply_patch(torch.zeros(3, 4, 4), images, torch.tensor([[[0, 0]], [[9, 0]]]))
-    with pytest.raises(InputError, match="surroundings need"):
-        Surroundings(smallest=2.0, largest=1.0)
+    with pytest.raises(InputError, match="transformations must have"):
+        Transformations(smallest=2.0, largest=1.0)
     with pytest.raises(InputError, match="`aim` must be a class from 0 to"):
         learn_patch(color_guard("undefended"), images, 99, Patch(3), steps=1)

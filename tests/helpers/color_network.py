@@ -1,4 +1,4 @@
-"""A crafted network for attacks: a cell sees 3 x 3 pixels and believes in the class whose colour is strongest there."""
+"""A crafted network for attacks: a cell sees 3 x 3 pixels and believes in the class whose color is strongest there."""
 
 import torch
 from torch import nn

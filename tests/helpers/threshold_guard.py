@@ -91,12 +91,12 @@ def plant_mistake(mistake: str = "windows") -> Iterator[None]:
 
 
 def write_images(folder: Path, count: int, seed: int = 0) -> Path:
-    """Write pictures of one grey each, just above and just below the threshold, with a little noise."""
+    """Write pictures of one gray each, just above and just below the threshold, with a little noise."""
     chance = np.random.default_rng(seed)
-    for name, grey in (("bright", 128), ("dark", 127)):
+    for name, gray in (("bright", 128), ("dark", 127)):
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number in range(count):
-            pixels = np.full((SIDE, SIDE, 3), grey, dtype=np.int64)
+            pixels = np.full((SIDE, SIDE, 3), gray, dtype=np.int64)
             # Pairs of opposite changes: the mean stays.
             places = chance.permutation(pixels.size)[:20]
             pixels.reshape(-1)[places] += np.resize([1, -1], 20)

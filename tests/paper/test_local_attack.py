@@ -5,8 +5,8 @@ import torch
 from helpers.small_guards import build_once, random_images, randomize_weights
 from helpers.weak_networks import Spike, dark_images, undefended_guard
 
-from patchguard.attacks.base import covered
-from patchguard.attacks.climb import Pace
+from patchguard.attacks.base import patch_mask
+from patchguard.attacks.gradient_ascent import StepSchedule
 from patchguard.attacks.patch_pgd import PatchPGD
 from patchguard.defenses import ClippedSum, Undefended
 from patchguard.defenses.evidence import Evidence
@@ -116,10 +116,10 @@ def test_an_attack_that_continues_changes_its_patch_alone_and_never_loses():
     target = guard.predict(images).label
     target[0] = (target[0] + 1) % 3  # wrong as it is: gets a patch all the same
     made = FAST(guard, images, target, patch)
-    extended = extend_attack(guard, images, target, patch, made, Pace(steps=10, step=0.1))
+    extended = extend_attack(guard, images, target, patch, made, StepSchedule(steps=10, step=0.1))
     differs = (extended != images).any(1)
     assert differs[0].any()
-    outside = ~covered(made.places, patch, 32, 32)[:, 0]
+    outside = ~patch_mask(made.positions, patch, 32, 32)[:, 0]
     assert not (differs & outside)[1:].any()
     assert all(
         int(rows.sum()) <= 6 and int(columns.sum()) <= 6

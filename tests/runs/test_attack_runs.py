@@ -12,8 +12,8 @@ import torch
 from helpers import threshold_guard
 
 from patchguard.attacks import Attack, build
-from patchguard.attacks.adapters import Called
-from patchguard.attacks.base import Attacked
+from patchguard.attacks.adapters import FunctionAttack
+from patchguard.attacks.base import AttackResult
 from patchguard.data.source import Source
 from patchguard.defenses import Undefended
 from patchguard.errors import InputError
@@ -52,7 +52,7 @@ def test_any_function_can_be_used_to_refute(tmp_path):
         changed[:, :, 4:6, 4:6] = (targets == 1).float().view(-1, 1, 1, 1)
         return changed
 
-    attack = Called(function=whiten)
+    attack = FunctionAttack(function=whiten)
     assert "whiten" in describe_budget(attack)["function"]
     plain = threshold_guard.make_guard(Undefended())
     outcome = refute(trial(attack, plain), tmp_path, device="cpu")
@@ -66,10 +66,12 @@ def test_any_function_can_be_used_to_refute(tmp_path):
 class Claims(Attack):
     """Changes nothing and claims to have changed every label; a guard that rounds otherwise in a batch might agree."""
 
-    def __call__(self, victim, images, target, patch, *, aim=None, seed=0, numbers=None) -> Attacked:
+    def __call__(self, victim, images, target, patch, *, aim=None, seed=0, numbers=None) -> AttackResult:
         """Return the images as they are."""
         places = torch.zeros(len(images), 1, 2, dtype=torch.int64)
-        return Attacked(images=images, label=1 - target, broken=torch.ones_like(target, dtype=bool), places=places)
+        return AttackResult(
+            images=images, label=1 - target, broken=torch.ones_like(target, dtype=bool), positions=places
+        )
 
     def run(self, *_: object) -> None:
         """Is not called."""
@@ -89,7 +91,7 @@ def test_a_certified_label_that_the_attack_alone_saw_change_is_refuted(tmp_path,
 
 
 def test_an_attack_that_leaves_its_patch_is_a_mistake_of_the_attack(tmp_path):
-    attack = Called(function=lambda images, targets: 1 - images)
+    attack = FunctionAttack(function=lambda images, targets: 1 - images)
     with pytest.raises((InputError, RuntimeError)):
         refute(trial(attack), tmp_path, device="cpu")
     assert not (tmp_path / "summary.json").exists()

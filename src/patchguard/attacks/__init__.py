@@ -1,4 +1,4 @@
-"""Attacks: what tries to refute a certificate.
+"""Attacks: they try to refute certificates.
 
 Names are imported on first use, so that the command line can list `ATTACKS` without waiting for torch.
 """
@@ -8,24 +8,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from patchguard.attacks.adapters import Called as Called
-    from patchguard.attacks.adapters import Toolbox as Toolbox
-    from patchguard.attacks.adapters import toolbox_classifier as toolbox_classifier
+    from patchguard.attacks.adapters import FunctionAttack as FunctionAttack
+    from patchguard.attacks.adapters import ToolboxAttack as ToolboxAttack
+    from patchguard.attacks.adapters import as_toolbox_classifier as as_toolbox_classifier
     from patchguard.attacks.adaptive import Adaptive as Adaptive
     from patchguard.attacks.base import Attack as Attack
-    from patchguard.attacks.base import Attacked as Attacked
+    from patchguard.attacks.base import AttackResult as AttackResult
     from patchguard.attacks.baselines import Colors as Colors
     from patchguard.attacks.baselines import Copy as Copy
     from patchguard.attacks.baselines import Noise as Noise
     from patchguard.attacks.patch_pgd import PatchPGD as PatchPGD
-    from patchguard.attacks.universal_patch import Surroundings as Surroundings
+    from patchguard.attacks.universal_patch import Transformations as Transformations
     from patchguard.attacks.universal_patch import UniversalPatch as UniversalPatch
     from patchguard.attacks.universal_patch import apply_patch as apply_patch
     from patchguard.attacks.universal_patch import learn_patch as learn_patch
     from patchguard.attacks.universal_patch import load_patch as load_patch
     from patchguard.attacks.universal_patch import save_patch as save_patch
 
-# The names of the command line, and of recipes, with the class that each stands for.
+# The names of the command line, each with its class.
 ATTACKS = {
     "patch_pgd": "PatchPGD",
     "adaptive": "Adaptive",
@@ -41,20 +41,20 @@ KINDS: dict[object, str] = {float: "a number", bool: "true or false", str: "a wo
 _HOME = {
     "Adaptive": "adaptive",
     "Attack": "base",
-    "Attacked": "base",
-    "Called": "adapters",
+    "AttackResult": "base",
     "Colors": "baselines",
     "Copy": "baselines",
+    "FunctionAttack": "adapters",
     "Noise": "baselines",
     "PatchPGD": "patch_pgd",
-    "Surroundings": "universal_patch",
-    "Toolbox": "adapters",
+    "ToolboxAttack": "adapters",
+    "Transformations": "universal_patch",
     "UniversalPatch": "universal_patch",
     "apply_patch": "universal_patch",
     "learn_patch": "universal_patch",
     "load_patch": "universal_patch",
     "save_patch": "universal_patch",
-    "toolbox_classifier": "adapters",
+    "as_toolbox_classifier": "adapters",
 }
 
 __all__ = ["ATTACKS", "build", *_HOME]

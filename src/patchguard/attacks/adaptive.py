@@ -7,13 +7,29 @@ from typing import Any, final
 from jaxtyping import Int64
 from torch import Tensor
 
-from patchguard.attacks import placement
-from patchguard.attacks.base import Attack, Draws, Found, Places, check_count
-from patchguard.attacks.climb import Objective, Pace, Try, best_of, gradient_weights, part_size, start_pixels
-from patchguard.attacks.guide import Guide, find_guide
-from patchguard.attacks.objectives import Case, Scores, cross_entropy, defended_score, witness_score
-from patchguard.attacks.victim import Images, Victim
-from patchguard.defenses import Undefended
+from patchguard.attacks.base import (
+    Attack,
+    DifferentiableVictim,
+    Draws,
+    Images,
+    PatchedImages,
+    Positions,
+    Victim,
+    require_integer,
+)
+from patchguard.attacks.baselines import search_black_box
+from patchguard.attacks.gradient_ascent import (
+    Attempt,
+    Objective,
+    StepSchedule,
+    compute_saliency,
+    gradient_batch_size,
+    initial_pixels,
+    run_attempts,
+)
+from patchguard.attacks.objectives import Goal, Scores, cross_entropy, defended_score, witness_score
+from patchguard.attacks.positions import owned_cells, positions_reaching, random_positions, salient_positions
+from patchguard.attacks.weak_spot import WeakSpot, find_weak_spot
 from patchguard.errors import InputError
 from patchguard.patch import Patch
 
@@ -21,18 +37,19 @@ from patchguard.patch import Patch
 @final
 @dataclass(frozen=True, kw_only=True)
 class Adaptive(Attack):
-    r"""Climb the defense's own decision, first at the weakest window of the certificate, then at random places.
+    r"""Increase the defense's own objective, first at the weakest window of the certificate, then at random positions.
 
     Per image, the certificate of `target` names the window where the label is closest to falling and the rival it
     would fall to. The patch is put where it reaches that window, and aims at that rival (or at `aim`):
 
-    * for the first `matching` share of the steps, it draws the evidence in the window towards the witness, the contents
-      that an attacker of the evidence itself would write there;
-    * then it climbs `objectives.defended_score`, the margin of the defended rule.
+    * for the first fraction `matching` of the steps, it draws the evidence in the window towards the witness, the
+      contents that an attacker of the evidence itself would write there;
+    * then it increases `objectives.defended_score`, the margin of the defended rule.
 
     Steps begin with length `step` and shrink to one level of a pixel. Further `locations` are random, and aim at
     whatever class is strongest. A plain sum of logits is attacked by cross-entropy, first where its gradient is
-    largest. The certificate is only a guide: certified images are attacked, too.
+    largest. The certificate is only a hint: certified images are attacked, too. A guard that offers no gradients is
+    searched as a black box, see `search_black_box`.
     """
 
     steps: int = 100
@@ -45,15 +62,15 @@ class Adaptive(Attack):
 
     def __post_init__(self) -> None:
         for name in ("locations", "restarts"):
-            check_count(name, getattr(self, name))
+            require_integer(name, getattr(self, name))
         if isinstance(self.matching, bool) or not 0 <= self.matching <= 1:
-            raise InputError(f"`matching` must be a share of the steps from 0 to 1; got {self.matching}.")
-        _ = self.pace
+            raise InputError(f"`matching` must be a fraction of the steps from 0 to 1; got {self.matching}.")
+        _ = self.schedule
 
     @property
-    def pace(self) -> Pace:
-        """How to climb."""
-        return Pace(steps=self.steps, step=self.step, momentum=self.momentum, decay=True, half=self.half)
+    def schedule(self) -> StepSchedule:
+        """The steps of each attempt."""
+        return StepSchedule(steps=self.steps, step=self.step, momentum=self.momentum, decay=True, half=self.half)
 
     def run(
         self,
@@ -63,85 +80,89 @@ class Adaptive(Attack):
         patch: Patch,
         aim: Int64[Tensor, " batch"] | None,
         draws: Draws,
-    ) -> Found:
-        """Climb at the weakest window, then elsewhere."""
+    ) -> PatchedImages:
+        """Attack the weakest window, then random positions."""
+        count = self.locations * self.restarts
+        if not isinstance(victim, DifferentiableVictim):
+            return search_black_box(victim, images, target, patch, aim, draws, self.steps * count)
         height, width = images.shape[-2:]
-        size = part_size(victim, images, self.half)
-        guide = find_guide(victim, images, patch, target, size=size, half=self.half) if defends(victim) else None
-        rival = aim if guide is None or aim is not None else guide.rival
-        field = None if guide is None else guide.field
-        follow = following(victim)
-        first = self._first(victim, images, patch, Case(target=target, aim=rival), guide, follow, size)
+        size = gradient_batch_size(victim, images, self.half)
+        spot = find_weak_spot(victim, images, patch, target, size=size, half=self.half) if has_rule(victim) else None
+        rival = aim if spot is None or aim is not None else spot.rival
+        objective = make_objective(victim)
+        first = self._first_positions(victim, images, patch, Goal(target=target, aim=rival), spot, objective, size)
 
-        def attempt(number: int) -> Callable[[Tensor], Try]:
-            def make(rows: Tensor) -> Try:
-                location, mine = number // self.restarts, draws[rows]
+        def attempt(number: int) -> Callable[[Tensor], Attempt]:
+            def make(rows: Tensor) -> Attempt:
+                location, row_draws = number // self.restarts, draws[rows]
                 weakest = location == 0
-                places = first[rows] if weakest else placement.random_places(mine, patch, height, width, location)
-                wanted = rival if weakest else aim
-                case = Case(
+                positions = first[rows] if weakest else random_positions(row_draws, patch, height, width, location)
+                label = rival if weakest else aim
+                goal = Goal(
                     target=target[rows],
-                    aim=None if wanted is None else wanted[rows],
-                    owned=None if field is None else placement.owned_cells(places, field, patch),
+                    aim=None if label is None else label[rows],
+                    owned=None if spot is None else owned_cells(positions, spot.field, patch),
                 )
-                matched = weakest and guide is not None and aim is None
-                objective = self._matching(victim, guide, rows, follow) if matched else follow
-                start = start_pixels(mine, images[rows], number % self.restarts, number)
-                return Try(places=places, start=start, case=case, objective=objective)
+                matches = weakest and spot is not None and aim is None
+                return Attempt(
+                    positions=positions,
+                    start=initial_pixels(row_draws, images[rows], number % self.restarts, number),
+                    goal=goal,
+                    objective=self._match_witness(victim, spot, rows, objective) if matches else objective,
+                )
 
             return make
 
-        attempts = [attempt(number) for number in range(self.locations * self.restarts)]
-        return best_of(victim, images, patch, aim, self.pace, attempts, size)
+        attempts = [attempt(number) for number in range(count)]
+        return run_attempts(victim, images, patch, aim, self.schedule, attempts, size)
 
-    def _first(
+    def _first_positions(
         self,
-        victim: Victim,
+        victim: DifferentiableVictim,
         images: Images,
         patch: Patch,
-        case: Case,
-        guide: Guide | None,
-        follow: Objective,
+        goal: Goal,
+        spot: WeakSpot | None,
+        objective: Objective,
         size: int,
-    ) -> Places:
-        """The place that reaches the weakest window; of several, and where there is none, the heaviest gradient."""
+    ) -> Positions:
+        """Return where the patch reaches the weakest window; of several positions, or without one, the most salient."""
 
-        def weights() -> Tensor:
-            return gradient_weights(victim, images, case, follow, size, self.half)
+        def saliency() -> Tensor:
+            return compute_saliency(victim, images, goal, objective, size, self.half)
 
-        if guide is None or guide.boxes is None:
-            return placement.heaviest_places(weights(), patch, 1, 1)[0]
-        return placement.window_places(guide.boxes, guide.windows, guide.field, patch, weights)
+        if spot is None or spot.boxes is None:
+            return salient_positions(saliency(), patch, 1, 1)[0]
+        return positions_reaching(spot.boxes, spot.windows, spot.field, patch, saliency)
 
-    def _matching(self, victim: Any, guide: Guide | None, rows: Tensor, follow: Objective) -> Objective:
-        """First towards the witness, then as the defense decides."""
-        witness = None if guide is None or guide.witness is None else guide.witness[rows]
+    def _match_witness(self, victim: Any, spot: WeakSpot | None, rows: Tensor, objective: Objective) -> Objective:
+        """Return the objective that goes towards the witness first, then follows the defense."""
+        witness = None if spot is None or spot.witness is None else spot.witness[rows]
         until = round(self.matching * self.steps)
 
-        def climbed(local_logits: Tensor, case: Case, here: Tensor, step: int) -> Scores:
+        def score(local_logits: Tensor, goal: Goal, part_rows: Tensor, step: int) -> Scores:
             if witness is None or step >= until:
-                return follow(local_logits, case, here, step)
-            return witness_score(victim.evidence, local_logits, case, witness[here])
+                return objective(local_logits, goal, part_rows, step)
+            return witness_score(victim.evidence, local_logits, goal, witness[part_rows])
 
-        return climbed
+        return score
 
 
-def defends(victim: Any) -> bool:
-    """Whether the victim names a rule to follow: a defense, or a plain sum of anything but the logits as they are."""
+def has_rule(victim: Any) -> bool:
+    """Whether the victim has a rule to follow: a defense, or a sum of anything but the unclipped logits."""
     defense, evidence = getattr(victim, "defense", None), getattr(victim, "evidence", None)
     if defense is None or evidence is None:
         return False
-    plain = (evidence.kind, evidence.low, evidence.high) == ("logits", None, None)
-    return not (plain and isinstance(defense, Undefended))
+    return defense.defends or (evidence.kind, evidence.low, evidence.high) != ("logits", None, None)
 
 
-def following(victim: Any) -> Objective:
+def make_objective(victim: Any) -> Objective:
     """Return the objective that follows the victim's defense; cross-entropy where there is none."""
-    known = defends(victim)
+    known = has_rule(victim)
 
-    def climbed(local_logits: Tensor, case: Case, rows: Tensor, step: int) -> Scores:
+    def score(local_logits: Tensor, goal: Goal, rows: Tensor, step: int) -> Scores:
         if known:
-            return defended_score(victim.defense, victim.evidence, local_logits, case)
-        return cross_entropy(local_logits, case)
+            return defended_score(victim.defense, victim.evidence, local_logits, goal)
+        return cross_entropy(local_logits, goal)
 
-    return climbed
+    return score

@@ -17,7 +17,7 @@ from patchguard.defenses.evidence import EvidenceMap
 from patchguard.geometry.windows import Windows
 from patchguard.guard import Certificate, DetectionCertificate
 
-LEVELS = 8  # strengths tried between nothing and the ceiling, each half of the one before
+LEVELS = 8  # strengths tried between the floor and the ceiling, each half of the one before
 
 
 @final
@@ -44,7 +44,7 @@ def attack_features(
     weakest = certificate.weakest
     if weakest is None:  # a position-free certificate names no region: try the first
         weakest = boxes_of(torch.zeros_like(certificate.label), windows)
-    owned = owned_cells(weakest, windows)
+    owned = union_cells(weakest, windows)
     return attack_region(
         defense,
         evidence,
@@ -70,7 +70,7 @@ def attack_region(
 
     `search=False` tries only the generally worst contents: the label at its floor, the rival at its ceiling.
     """
-    start = _drifted(evidence, label) if with_drift else evidence.values
+    start = _apply_drift(evidence, label) if with_drift else evidence.values
     best: Tensor | None = None  # until something works, the first candidate
     succeeded = torch.zeros(len(evidence), dtype=torch.bool, device=start.device)
     for contents in _candidates(start, evidence, owned, label, rival):
@@ -87,8 +87,8 @@ def attack_region(
     return FeatureAttack(evidence=evidence.with_values(best), succeeded=succeeded)
 
 
-def owned_cells(boxes: Int64[Tensor, "batch *count"], windows: Windows) -> Bool[Tensor, "batch rows columns"]:
-    """Which cells the boxes of each image own together."""
+def union_cells(boxes: Int64[Tensor, "batch *count"], windows: Windows) -> Bool[Tensor, "batch rows columns"]:
+    """Return which cells the boxes of each image own together."""
     rows = []
     for numbers in boxes.reshape(len(boxes), -1).tolist():
         cells = torch.stack([torch.from_numpy(windows.box_cells(number)) for number in numbers]).any(0)
@@ -96,12 +96,12 @@ def owned_cells(boxes: Int64[Tensor, "batch *count"], windows: Windows) -> Bool[
     return torch.stack(rows).to(boxes.device)
 
 
-def _drifted(evidence: EvidenceMap, label: Tensor) -> Tensor:
-    """Every unattacked cell moved against the label: the label's down, the rivals' up."""
+def _apply_drift(evidence: EvidenceMap, label: Tensor) -> Tensor:
+    """Return the evidence moved against the label in every cell: the label's down, the rivals' up."""
     here = torch.arange(len(label), device=label.device)
-    moved = evidence.upper.clone()
-    moved[here, label] = evidence.lower[here, label]
-    return moved
+    values = evidence.upper.clone()
+    values[here, label] = evidence.lower[here, label]
+    return values
 
 
 def _candidates(

@@ -1,11 +1,11 @@
-"""What a patch should achieve, as pure functions of local logits that gradients can climb: larger is worse for us.
+"""Attack objectives: differentiable functions of local logits, the larger the worse for the defense.
 
-An attack on a defended model must follow the defense, or it climbs what the defense hides. Values here are those of the
-rule (up to fixed point); only gradients are softened, so that hidden cells and saturated evidence still pull a little.
+An attack on a defended model must follow the defense, or it increases what the defense hides. Values here are those of
+the rule (up to fixed point); only gradients are softened, so that hidden cells and saturated evidence still contribute.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias, final
 
@@ -17,21 +17,18 @@ from torch import Tensor
 
 from patchguard.defenses import (
     CellMasking,
-    ClippedSum,
     Defense,
     DoubleMasking,
-    MajorityVote,
     MaskedAgreement,
     Median,
     RobustMasking,
     TrimmedMean,
-    Undefended,
 )
 from patchguard.defenses.base import gather
 from patchguard.defenses.evidence import Evidence
 from patchguard.geometry.windows import Windows
 
-LEAK = 0.1  # share of the gradient that passes where the rule lets none through
+LEAK = 0.1  # fraction of the gradient that passes where the rule lets none through
 FEW = 8  # classes that a pair of masks is compared against; others are far behind
 
 Maps: TypeAlias = Float[Tensor, "batch classes rows columns"]
@@ -40,40 +37,40 @@ Scores: TypeAlias = Float[Tensor, " batch"]
 
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Case:
-    """The true class, the class to be seen instead (None: any other), and the cells that the patch reaches."""
+class Goal:
+    """The true class, the class to be predicted instead (None: any other), and the cells that the patch reaches."""
 
     target: Int64[Tensor, " batch"]
     aim: Int64[Tensor, " batch"] | None = None
     owned: Bool[Tensor, "batch rows columns"] | None = None
 
-    def __getitem__(self, rows: Tensor | slice) -> "Case":
+    def __getitem__(self, rows: Tensor | slice) -> "Goal":
         """Return some of the images."""
         aim, owned = (None if each is None else each[rows] for each in (self.aim, self.owned))
-        return Case(target=self.target[rows], aim=aim, owned=owned)
+        return Goal(target=self.target[rows], aim=aim, owned=owned)
 
 
 # -- undefended --------------------------------------------------------------------------------------------------------
 
 
-def cross_entropy(local_logits: Maps, case: Case) -> Scores:
+def cross_entropy(local_logits: Maps, goal: Goal) -> Scores:
     """Equations 2 and 3 of the paper, on the mean of the local logits: away from the target, or towards the aim."""
     logits = local_logits.float().mean((2, 3))
-    if case.aim is None:
-        return F.cross_entropy(logits, case.target, reduction="none")
-    return -F.cross_entropy(logits, case.aim, reduction="none")
+    if goal.aim is None:
+        return F.cross_entropy(logits, goal.target, reduction="none")
+    return -F.cross_entropy(logits, goal.aim, reduction="none")
 
 
-def margin(scores: Float[Tensor, "batch classes"], case: Case) -> Scores:
+def margin(scores: Float[Tensor, "batch classes"], goal: Goal) -> Scores:
     """How far the aim leads all others; without an aim, how far the strongest other class leads the target."""
-    if case.aim is not None:
-        return of_class(scores, case.aim) - scores.scatter(1, case.aim.unsqueeze(1), -torch.inf).amax(1)
-    return scores.scatter(1, case.target.unsqueeze(1), -torch.inf).amax(1) - of_class(scores, case.target)
+    if goal.aim is not None:
+        return select_class(scores, goal.aim) - scores.scatter(1, goal.aim.unsqueeze(1), -torch.inf).amax(1)
+    return scores.scatter(1, goal.target.unsqueeze(1), -torch.inf).amax(1) - select_class(scores, goal.target)
 
 
-def of_class(values: Float[Tensor, "batch classes *rest"], chosen: Int64[Tensor, " batch"]) -> Tensor:
-    """Return the entry of one class for each image."""
-    return values[torch.arange(len(chosen), device=chosen.device), chosen]
+def select_class(values: Float[Tensor, "batch classes *rest"], label: Int64[Tensor, " batch"]) -> Tensor:
+    """Return the entries of one class for each image."""
+    return values[torch.arange(len(label), device=label.device), label]
 
 
 # -- evidence ----------------------------------------------------------------------------------------------------------
@@ -83,7 +80,7 @@ def soft_evidence(evidence: Evidence, local_logits: Maps) -> Maps:
     """Return the values of `evidence` in its own units, unrounded, with gradients that never die out.
 
     Votes and confidences saturate exponentially in the logits; their gradients are replaced by those of x / (1 + |x|),
-    x being how far the class is above the threshold in log odds. Clipped logits let the share `LEAK` through.
+    x being how far the class is above the threshold in log odds. Clipped logits let the fraction `LEAK` through.
     """
     logits = local_logits.float()
     if evidence.kind == "logits":
@@ -118,46 +115,32 @@ def _log_odds(logits: Maps) -> Maps:
     return torch.where(log_p > -1e-3, logits - torch.where(logits == first, second, first), log_p - rest)
 
 
-# -- defended scores ---------------------------------------------------------------------------------------------------
+# -- surrogates of defended rules --------------------------------------------------------------------------------------
 
 
-def sum_scores(defense: Any, soft: Maps) -> Float[Tensor, "batch classes"]:
-    """S_k = sum_i u_k(i)."""
-    return soft.sum((2, 3))
+def sum_score(defense: Any, soft: Maps, goal: Goal) -> Scores:
+    """Return the margin of S_k = sum_i u_k(i)."""
+    return margin(soft.sum((2, 3)), goal)
 
 
-def masked_scores(defense: RobustMasking, soft: Maps) -> Float[Tensor, "batch classes"]:
-    """s_k = S_k - H_k if H_k > T S_k else S_k, with a leak through the mask."""
+def masked_score(defense: RobustMasking, soft: Maps, goal: Goal) -> Scores:
+    """Return the margin of s_k = S_k - H_k if H_k > T S_k else S_k, with a leak through the mask."""
     total = soft.sum((2, 3))
     hidden = box_sums(soft, defense.masks).amax(2)
     leak = LEAK * (hidden - hidden.detach())
-    return torch.where(hidden > float(defense.threshold) * total, total - hidden + leak, total)
+    return margin(torch.where(hidden > float(defense.threshold) * total, total - hidden + leak, total), goal)
 
 
-def rank_scores(defense: CellMasking | Median | TrimmedMean, soft: Maps) -> Float[Tensor, "batch classes"]:
-    """The sum of the cells whose ranks count, with a leak through the others."""
+def rank_score(defense: CellMasking | Median | TrimmedMean, soft: Maps, goal: Goal) -> Scores:
+    """Return the margin of the sum of the cells whose ranks count, with a leak through the others."""
     cells = soft.flatten(2)
     first, last = defense.ranks(cells.shape[2])
-    kept = cells.sort(dim=2).values[..., first - 1 : last].sum(2)
+    counted = cells.sort(dim=2).values[..., first - 1 : last].sum(2)
     total = cells.sum(2)
-    return kept + LEAK * (total - total.detach())
+    return margin(counted + LEAK * (total - total.detach()), goal)
 
 
-SCORES: dict[type, Callable[[Any, Maps], Tensor]] = {
-    Undefended: sum_scores,
-    ClippedSum: sum_scores,
-    MajorityVote: sum_scores,
-    RobustMasking: masked_scores,
-    CellMasking: rank_scores,
-    Median: rank_scores,
-    TrimmedMean: rank_scores,
-}
-
-
-# -- pairs of masks ----------------------------------------------------------------------------------------------------
-
-
-def pair_score(defense: DoubleMasking, soft: Maps, case: Case) -> Scores:
+def pair_score(defense: DoubleMasking, soft: Maps, goal: Goal) -> Scores:
     r"""How far the aim c leads under one mask m and every second mask: double masking then answers c.
 
         max over m of  - max over m', k != c of  [ (S_k - S_c)(outside m and m') + (tau if m' = m else 0) ],
@@ -167,31 +150,31 @@ def pair_score(defense: DoubleMasking, soft: Maps, case: Case) -> Scores:
     A second mask may hide the whole patch, so c must lead outside m and the patch as the image is: which m allows it
     is known beforehand, and whether some m does is what the certificate decides at tau 0. What is left to the patch is
     to make c lead for the second masks that do not hide it. Where no m allows it, and only tau keeps the masks around
-    the patch from being believed for y, c must win most single masks instead: the same climb leads there, too.
+    the patch from being believed for y, c must win most single masks instead: the same objective leads there, too.
     """
-    aim = case.aim if case.aim is not None else strongest(soft, case.target)
-    gap = of_class(soft, case.target) - of_class(soft, aim)
-    rest = gap.detach() if case.owned is None else gap.detach().masked_fill(case.owned, 0)
+    aim = goal.aim if goal.aim is not None else strongest(soft, goal.target)
+    gap = select_class(soft, goal.target) - select_class(soft, aim)
+    rest = gap.detach() if goal.owned is None else gap.detach().masked_fill(goal.owned, 0)
     first = box_sums(rest.unsqueeze(1), defense.masks).squeeze(1).argmax(1)
-    kept = ~_cells(defense.masks, soft.device)[first]
-    wanted = defense.tau * F.one_hot(first, len(_cells(defense.masks, soft.device)))
-    return _worst_mask_score(defense.masks, soft, aim, case.target, kept, wanted)
+    visible = ~_cells(defense.masks, soft.device)[first]
+    required = defense.tau * F.one_hot(first, len(_cells(defense.masks, soft.device)))
+    return _worst_mask_score(defense.masks, soft, aim, goal.target, visible, required)
 
 
-def agreement_score(defense: MaskedAgreement, soft: Maps, case: Case) -> Scores:
+def agreement_score(defense: MaskedAgreement, soft: Maps, goal: Goal) -> Scores:
     """How far the aim leads outside every mask: the label is then the aim and no mask raises an alert."""
-    aim = case.aim if case.aim is not None else strongest(soft, case.target)
-    return _worst_mask_score(defense.masks, soft, aim, case.target, None)
+    aim = goal.aim if goal.aim is not None else strongest(soft, goal.target)
+    return _worst_mask_score(defense.masks, soft, aim, goal.target, None)
 
 
 def _worst_mask_score(
-    masks: Windows, soft: Maps, aim: Tensor, target: Tensor, kept: Tensor | None, wanted: Tensor | float = 0.0
+    masks: Windows, soft: Maps, aim: Tensor, target: Tensor, visible: Tensor | None, required: Tensor | float = 0.0
 ) -> Scores:
     others = _others(soft, aim, target)
-    lead = gather(soft, others) - of_class(soft, aim).unsqueeze(1)  # of the others over the aim
+    lead = gather(soft, others) - select_class(soft, aim).unsqueeze(1)  # of the others over the aim
     plain = lead.sum((2, 3)).amax(1)
-    seen = lead if kept is None else lead * kept.unsqueeze(1)
-    outside = (seen.sum((2, 3)).unsqueeze(2) - box_sums(seen, masks)).amax(1) + wanted  # batch, masks
+    lead = lead if visible is None else lead * visible.unsqueeze(1)
+    outside = (lead.sum((2, 3)).unsqueeze(2) - box_sums(lead, masks)).amax(1) + required  # batch, masks
     lacking = outside.clamp(min=0).sum(1) / (outside > 0).sum(1).clamp(min=1)
     return -(outside.amax(1) + lacking + LEAK * (plain - plain.detach()))
 
@@ -208,32 +191,53 @@ def _others(soft: Maps, aim: Tensor, target: Tensor) -> Int64[Tensor, "batch som
     return total.topk(min(FEW, total.shape[1] - 1), dim=1).indices
 
 
-# -- the objective of a defense, and of a witness ----------------------------------------------------------------------
+@final
+@dataclass(frozen=True)
+class Surrogate:
+    """How to attack a rule: `score(defense, soft evidence, goal)` is positive where the rule fails.
+
+    `needs_bait(defense)` says whether an attacker of the evidence may win by raising the label's own evidence, so that
+    a mask is drawn away from the rival.
+    """
+
+    score: Callable[[Any, Maps, Goal], Scores] = sum_score
+    needs_bait: Callable[[Any], bool] = lambda defense: False
 
 
-def defended_score(defense: Defense[Any], evidence: Evidence, local_logits: Maps, case: Case) -> Scores:
+# One entry per rule that is more than a sum of evidence. A defense that is not listed is attacked as a sum, which is
+# weaker than an attack that follows it, and never wrong: success is always judged by the defense itself.
+SURROGATES: dict[type, Surrogate] = {
+    RobustMasking: Surrogate(masked_score, needs_bait=lambda defense: defense.threshold > 0),
+    CellMasking: Surrogate(rank_score),
+    Median: Surrogate(rank_score),
+    TrimmedMean: Surrogate(rank_score),
+    DoubleMasking: Surrogate(pair_score),
+    MaskedAgreement: Surrogate(agreement_score),
+}
+
+
+def find_surrogate(defense: Defense[Any]) -> Surrogate:
+    """Return the surrogate of a defense; of one that is not listed, the plain sum of evidence."""
+    return SURROGATES.get(type(defense), Surrogate())
+
+
+def defended_score(defense: Defense[Any], evidence: Evidence, local_logits: Maps, goal: Goal) -> Scores:
     """Return how close the defended answer is to the aim, or to any class but the target."""
-    soft = soft_evidence(evidence, local_logits)
-    if isinstance(defense, DoubleMasking):
-        return pair_score(defense, soft, case)
-    if isinstance(defense, MaskedAgreement):
-        return agreement_score(defense, soft, case)
-    scores = SCORES.get(type(defense), sum_scores)(defense, soft)
-    return margin(scores, case)
+    return find_surrogate(defense).score(defense, soft_evidence(evidence, local_logits), goal)
 
 
 def witness_score(
     evidence: Evidence,
     local_logits: Maps,
-    case: Case,
+    goal: Goal,
     witness: Float[Tensor, "batch 2 rows columns"],
 ) -> Scores:
     """Minus the distance, in the patch's cells, of the target's and the aim's evidence from what a witness holds."""
-    if case.aim is None or case.owned is None:
+    if goal.aim is None or goal.owned is None:
         raise ValueError("a witness needs an aim and the cells it was written into")
     soft = soft_evidence(evidence, local_logits)
-    held = torch.stack([of_class(soft, case.target), of_class(soft, case.aim)], 1)
-    return -((held - witness).abs() * case.owned.unsqueeze(1)).sum((1, 2, 3))
+    values = torch.stack([select_class(soft, goal.target), select_class(soft, goal.aim)], 1)
+    return -((values - witness).abs() * goal.owned.unsqueeze(1)).sum((1, 2, 3))
 
 
 # -- sums over boxes, with gradients -----------------------------------------------------------------------------------
@@ -249,20 +253,14 @@ def box_sums(maps: Maps, windows: Windows) -> Float[Tensor, "batch classes regio
 
 @lru_cache(maxsize=16)
 def _indicators(windows: Windows, device: torch.device) -> tuple[Tensor, Tensor]:
-    found = []
+    indicators = []
     for intervals, size in zip((windows.rows, windows.columns), windows.grid, strict=True):
         starts, stops = np.array(intervals).T
         inside = (np.arange(size)[None] - starts[:, None]) % size < (stops - starts)[:, None]
-        found.append(torch.from_numpy(inside).to(device).float())
-    return found[0], found[1].T.contiguous()
+        indicators.append(torch.from_numpy(inside).to(device).float())
+    return indicators[0], indicators[1].T.contiguous()
 
 
 @lru_cache(maxsize=16)
 def _cells(windows: Windows, device: torch.device) -> Bool[Tensor, "regions rows columns"]:
     return torch.from_numpy(windows.cells).view(-1, *windows.grid).to(device)
-
-
-def region_cells(boxes: Int64[Tensor, "batch *count"], windows: Windows) -> Bool[Tensor, "batch rows columns"]:
-    """Return which cells the named boxes of each image own together."""
-    owned = _cells(replace(windows, count=1), boxes.device)[boxes.reshape(len(boxes), -1)]
-    return owned.any(1)

@@ -1,4 +1,4 @@
-"""`patchguard audit`: derive a model's field, show it, and try to catch a cell that reads outside it."""
+"""`patchguard audit`: derive the field of a model, show it, and try to refute it."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 
 def audit(
     model: Annotated[str, typer.Option(help="A name that `patchguard models` lists, or a checkpoint file.")],
-    size: Annotated[str, typer.Option(help="Source images, 224 or 224x300. Default: what the name is made for.")] = "",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1 and the like.")] = "auto",
-    tolerance: Annotated[float, typer.Option(help="Largest change outside a field that still counts as none.")] = 0.0,
+    size: Annotated[
+        str, typer.Option(help="Size of the source images, 224 or 224x300. Default: the model's usual size.")
+    ] = "",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or a numbered GPU such as cuda:1.")] = "auto",
+    tolerance: Annotated[float, typer.Option(help="Largest change outside a field that counts as rounding.")] = 0.0,
 ) -> None:
-    """Derive which pixels each cell of a model reads, then test it: change a patch, and no other cell may move.
+    """Derive which pixels each cell of a model reads, then test it: change a patch; no other cell may change.
 
-    Exit status 0: the field holds. 1: it does not, or the model is refused because some layer mixes positions.
+    Exit status 0: no cell changed outside its field. 1: one did, or the model has no bounded field.
     """
     import torch
     from rich.console import Console
@@ -31,16 +33,16 @@ def audit(
     from patchguard.storage import zoo
 
     progress, output = Console(stderr=True), screen()
-    place = runtime.resolve_device(device)
+    target_device = runtime.resolve_device(device)
     height, width = sides(size) if size else zoo.usual_size(model)
     with progress.status("building the network"):
         guard = zoo.find(model)
-        guard.model.to(place)
+        guard.model.to(target_device)
     with progress.status("deriving the field"):
         output.print(_field_table(guard, height, width))
         output.print(_windows_table(guard, height, width))
-    with progress.status("changing patches"):
-        noise = torch.rand(3, height, width, generator=runtime.make_generator(0)).to(place)
+    with progress.status("rewriting patches"):
+        noise = torch.rand(3, height, width, generator=runtime.make_generator(0)).to(target_device)
         result = audit_field(guard.local_logits, guard.field(height, width), image=noise, tolerance=tolerance)
     output.print(_verdict(result), soft_wrap=True)
     if not result.passed:
@@ -67,20 +69,22 @@ def _windows_table(guard: "LocalGuard[Any]", height: int, width: int) -> "Table"
     for patch in common_patches(height, width):
         windows = guard.windows(patch, height, width)
         rows, columns = (max(b - a for a, b in axis) for axis in (windows.rows, windows.columns))
-        share = rows * columns / (windows.grid[0] * windows.grid[1])
-        table.add_row(f"{patch.height} x {patch.width}", f"{rows} x {columns} cells", f"{share:.0%}", str(len(windows)))
+        fraction = rows * columns / (windows.grid[0] * windows.grid[1])
+        table.add_row(
+            f"{patch.height} x {patch.width}", f"{rows} x {columns} cells", f"{fraction:.0%}", str(len(windows))
+        )
     return table
 
 
 def _verdict(result: "Audit") -> str:
-    seen = f"{result.trials} patches changed, {result.moved} cells moved inside their fields"
+    observed = f"{result.trials} patches rewritten, {result.moved} cells changed inside their fields"
     if result.passed:
-        return f"{seen}\npassed: no cell moved outside its field by more than {result.tolerance:g}"
+        return f"{observed}\npassed: no cell outside its field changed by more than {result.tolerance:g}"
     if not result.leaks:
-        return f"{seen}\nfailed: an audit that moves nothing shows nothing"
+        return f"{observed}\nfailed: no cell changed at all, so the audit shows nothing"
     worst = result.leaks[0]
     top, left, tall, wide = worst.box
     return (
-        f"{seen}\nfailed: cell {worst.cell} moved by {worst.change:.3g} "
-        f"when the {tall} x {wide} pixels at row {top}, column {left}, outside its field, changed"
+        f"{observed}\nfailed: cell {worst.cell} changed by {worst.change:.3g} "
+        f"when the {tall} x {wide} pixels at row {top}, column {left}, outside its field, were rewritten"
     )

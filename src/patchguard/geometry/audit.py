@@ -1,4 +1,4 @@
-"""`audit`: change one patch at a time and watch that no cell moves outside its field."""
+"""`audit`: rewrite one patch at a time and check that no cell changes outside its field."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,7 @@ from patchguard.geometry.field import Axis, Field
 from patchguard.patch import Patch
 from patchguard.runtime import device_and_dtype, eval_mode
 
-# An irregular axis has no stride to take residues of: beyond this many positions, a random choice of them is
-# tried.
+# An irregular axis has no stride to take residues of: at most this many positions are tried, chosen at random.
 _MOST_STARTS = 64
 _MOST_LEAKS = 10
 
@@ -23,7 +22,7 @@ _MOST_LEAKS = 10
 @final
 @dataclass(frozen=True)
 class Leak:
-    """Cell (u, v) moved by `change` when `box` = (top, left, height, width), outside its field, changed."""
+    """Cell (u, v) changed by `change` when `box` = (top, left, height, width), outside its field, was rewritten."""
 
     cell: tuple[int, int]
     box: tuple[int, int, int, int]
@@ -33,10 +32,10 @@ class Leak:
 @final
 @dataclass(frozen=True)
 class Audit:
-    """What an audit saw.
+    """The result of an audit.
 
-    `trials` boxes were rewritten. `moved` counts the cells that changed inside the field, so 0 would say that
-    the audit could not see anything. `drift` is the largest change outside; `leaks` are the worst changes
+    `trials` boxes were rewritten. `moved` counts the cells that changed inside the field; at 0 the audit shows
+    nothing. `drift` is the largest change outside; `leaks` are the worst changes
     above `tolerance`, largest first.
     """
 
@@ -51,7 +50,7 @@ class Audit:
 
     @property
     def passed(self) -> bool:
-        """Whether cells moved, and none outside its field by more than the tolerance."""
+        """Whether cells changed, and none outside its field by more than the tolerance."""
         return not self.leaks and self.moved > 0
 
 
@@ -135,7 +134,7 @@ def _local_logits(module: Callable[[Tensor], Tensor], images: Float[Tensor, "b 3
 def _cell_changes(
     changed: Float[Tensor, "b classes rows columns"], expected: Float[Tensor, "b classes rows columns"]
 ) -> Float[Tensor, "b rows columns"]:
-    """Return how far each cell moved in its worst class; into or out of NaN is infinitely far."""
+    """Return the largest change of each cell over its classes; into or out of NaN is infinite."""
     same = (changed == expected) | (changed.isnan() & expected.isnan())
     distance = (changed.double() - expected.double()).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
     return torch.where(same, 0.0, distance).amax(dim=1)

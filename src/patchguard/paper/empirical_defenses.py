@@ -17,10 +17,9 @@ from torch import Tensor
 
 from patchguard import runtime
 from patchguard.attacks.adaptive import Adaptive
-from patchguard.attacks.base import Attack
+from patchguard.attacks.base import Attack, Images, Victim
 from patchguard.attacks.baselines import Colors, Copy
 from patchguard.attacks.patch_pgd import PatchPGD
-from patchguard.attacks.victim import Images, Victim
 from patchguard.errors import InputError
 from patchguard.guards.local import LocalGuard
 from patchguard.paper import networks
@@ -196,7 +195,7 @@ def compare(
         # To its end, not to its first success: what just crosses the border of a class is undone by any cleaning.
         bare = with_progress(guard, partial(progress, "none"))
         broken = options.attack(bare, pixels, target, patch, **draws)
-        plain = extend_attack(bare, pixels, target, patch, broken, options.attack.pace, **draws)
+        plain = extend_attack(bare, pixels, target, patch, broken, options.attack.schedule, **draws)
         none = attack_victim([guard], pixels, target, plain, [], patch)
         batches.setdefault("none", []).append(replace(none, adaptive=none.adaptive & ~broken.broken.cpu()))
         for name, same in make_cleanings(height, width).items():

@@ -19,8 +19,8 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from patchguard import runtime
+from patchguard.attacks.base import Images
 from patchguard.attacks.patch_pgd import PatchPGD
-from patchguard.attacks.victim import Images
 from patchguard.defenses import Undefended
 from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError
@@ -198,7 +198,7 @@ def attack_and_observe(
         draws: dict[str, Any] = {"seed": seed, "numbers": indices}
         victim = with_progress(guard, partial(progress, "attack"))
         broken = attack(victim, pixels, target, patch, **draws)
-        extended = extend_attack(victim, pixels, target, patch, broken, attack.pace, **draws)
+        extended = extend_attack(victim, pixels, target, patch, broken, attack.schedule, **draws)
         batch = {
             "original": observe(guard, pixels, target),
             "broken": observe(guard, broken.images, target),

@@ -9,11 +9,10 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn import functional
 
-from patchguard.attacks.base import Attacked, Draws
-from patchguard.attacks.climb import Pace, Try, climb, part_size
-from patchguard.attacks.objectives import Case, cross_entropy, soft_evidence
-from patchguard.attacks.placement import random_places
-from patchguard.attacks.victim import Images, Victim, device_of
+from patchguard.attacks.base import AttackResult, DifferentiableVictim, Draws, Images, find_device
+from patchguard.attacks.gradient_ascent import Attempt, StepSchedule, ascend, gradient_batch_size
+from patchguard.attacks.objectives import Goal, cross_entropy, soft_evidence
+from patchguard.attacks.positions import random_positions
 from patchguard.guard import Prediction
 from patchguard.guards.local import LocalGuard
 from patchguard.models.base import LocalModel
@@ -21,7 +20,7 @@ from patchguard.patch import Patch
 
 LocalLogits = Float[Tensor, "batch classes rows columns"]
 
-EXTENDED = 3  # the purpose of these draws: places for images that were wrong before the attack
+EXTENDED = 3  # the purpose of these draws: positions for images that were wrong before the attack
 
 
 @final
@@ -64,37 +63,37 @@ def _always_alert(images: Images) -> Prediction:
 
 
 def extend_attack(
-    victim: Victim,
+    victim: DifferentiableVictim,
     images: Images,
     target: Int64[Tensor, " batch"],
     patch: Patch,
-    attacked: Attacked,
-    pace: Pace,
+    attacked: AttackResult,
+    schedule: StepSchedule,
     *,
     seed: int = 0,
     numbers: Sequence[int] | None = None,
 ) -> Images:
-    """Continue an attack, at the places it found, for all steps of `pace`; return what has the higher loss.
+    """Continue an attack, at the positions it found, for all steps of `schedule`; return what has the higher loss.
 
     An attack of this library stops at an image as soon as it is broken. That of the paper's case study climbs the
     cross-entropy to the end and keeps the best, which is what local predictions and logits are looked at for. Images
     that were wrong without an attack get a patch at a random place here.
     """
-    home, device = images.device, device_of(victim, images)
+    home, device = images.device, find_device(victim, images)
     original, target = images.to(device), target.to(device)
-    start, places = attacked.images.to(device), attacked.places.to(device)
+    start, positions = attacked.images.to(device), attacked.positions.to(device)
     untouched = (start == original).flatten(1).all(1)
     draws = Draws(seed, tuple(range(len(images)) if numbers is None else numbers), device)
-    elsewhere = random_places(draws, patch, images.shape[-2], images.shape[-1], EXTENDED)
-    size = part_size(victim, original, pace.half)
-    attempt = Try(
-        places=torch.where(untouched.view(-1, 1, 1), elsewhere, places),
+    elsewhere = random_positions(draws, patch, images.shape[-2], images.shape[-1], EXTENDED)
+    size = gradient_batch_size(victim, original, schedule.half)
+    attempt = Attempt(
+        positions=torch.where(untouched.view(-1, 1, 1), elsewhere, positions),
         start=start,
-        case=Case(target=target),
-        objective=lambda local_logits, case, rows, step: cross_entropy(local_logits, case),
+        goal=Goal(target=target),
+        objective=lambda local_logits, goal, rows, step: cross_entropy(local_logits, goal),
     )
     never_broken = StudyVictim(None, _always_alert, victim.differentiable_logits)
-    extended, *_ = climb(never_broken, original, patch, None, attempt, pace, size, judge=False)
+    extended, *_ = ascend(never_broken, original, patch, None, attempt, schedule, size, check_last=False)
 
     @torch.no_grad()
     def losses(some: Images) -> Float[Tensor, " batch"]:

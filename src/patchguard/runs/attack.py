@@ -241,7 +241,7 @@ class _Refuter:
         began = time.perf_counter()
         images = engine.load(batch.images)
         numbers = [trial.number(index) for index in batch.indices]
-        attacked = trial.attack(task.guard, images, goal, task.patch, aim=aim, seed=trial.seed, numbers=numbers)  # type: ignore[arg-type]
+        attacked = trial.attack(task.guard, images, goal, task.patch, aim=aim, seed=trial.seed, numbers=numbers)
         # Judged by what a file can hold, not by what the attack computed with.
         pixels = (attacked.images * 255).round().to(torch.uint8).cpu()
         reply = task.guard.predict(engine.load(pixels))
@@ -261,7 +261,7 @@ class _Refuter:
             "attacked": torch.where(seen, attacked.label.to(target.device), reply.label),
             "broken": broken | seen,
             "refuted": certified & (flipped | seen),
-            "places": attacked.places,
+            "places": attacked.positions,
         }
         if reply.alert is not None:
             columns["alert"] = reply.alert

@@ -1,4 +1,4 @@
-"""`Guide`: what a certificate tells an attacker: the weakest window, the rival there, and the evidence to wish for."""
+"""`WeakSpot`: what a certificate tells an attacker: the weakest window, the rival, and the evidence to write there."""
 
 from dataclasses import dataclass
 from typing import Any, final
@@ -7,11 +7,9 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from patchguard.attacks.feature_attack import attack_region
-from patchguard.attacks.objectives import region_cells
-from patchguard.attacks.precision import reduced
-from patchguard.attacks.victim import Images, Victim
-from patchguard.defenses import RobustMasking
+from patchguard.attacks.base import Images, Victim, gradient_precision
+from patchguard.attacks.feature_attack import attack_region, union_cells
+from patchguard.attacks.objectives import find_surrogate
 from patchguard.defenses.base import select
 from patchguard.errors import InputError
 from patchguard.geometry.field import Field
@@ -22,7 +20,7 @@ from patchguard.patch import Patch
 
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Guide:
+class WeakSpot:
     """Where to attack (`boxes` of `windows`, None: anywhere), which class to raise, and the witness.
 
     The witness holds, for the target and the rival, the evidence that an attacker of the cells themselves would write
@@ -37,13 +35,13 @@ class Guide:
 
 
 @torch.no_grad()
-def find_guide(
+def find_weak_spot(
     victim: Victim, images: Images, patch: Patch, target: Int64[Tensor, " batch"], *, size: int, half: bool
-) -> Guide | None:
-    """Certify `target` on a quick pass of the network; None where the victim has no certificate for such a patch.
+) -> WeakSpot | None:
+    """Certify `target` on a quick pass of the network; None for a guard without cells, or without a certificate.
 
-    The certificate is a hint here, so less precision and no drift do not matter. It is none where the patch reaches
-    every cell: all rivals are then equally strong.
+    The certificate is a hint here, so less precision and no drift do not matter. It says nothing where the patch
+    reaches every cell: all rivals are then equally strong.
     """
     if not isinstance(victim, LocalGuard):
         return None
@@ -56,26 +54,27 @@ def find_guide(
     whole = windows.boxes[:, 1::2] - windows.boxes[:, 0::2] >= windows.grid
     if whole.all(1).any():
         return None
+    # Bait matters only where masks have a threshold; elsewhere the plain worst contents are the witness.
+    search = find_surrogate(guard.defense).needs_bait(guard.defense)
     boxes, rivals, witnesses = [], [], []
     for part, label in zip(torch.split(images, size), torch.split(target, size), strict=True):
-        with reduced(images.device, half):
+        with gradient_precision(images.device, half):
             local_logits = guard.differentiable_logits(part)
         evidence = guard.evidence(local_logits.float().nan_to_num())  # one bad image must not cost the others' hints
         try:
-            proof = guard.defense.certify(evidence, windows, label)
+            certificate = guard.defense.certify(evidence, windows, label)
         except InputError:  # the masks do not fit the patch, or the evidence has no bound
             return None
-        boxes.append(proof.weakest)
-        rivals.append(proof.rival)
-        if proof.weakest is not None:
-            owned = region_cells(proof.weakest, windows)
-            # Bait matters only where masks have a threshold; elsewhere the plain worst contents are the witness.
-            search = isinstance(guard.defense, RobustMasking) and guard.defense.threshold > 0
-            found = attack_region(guard.defense, evidence, owned, label, proof.rival, search=search).evidence.values
-            wished = torch.stack([select(found, label), select(found, proof.rival)], 1)
-            witnesses.append(wished.float() / evidence.scale)
+        boxes.append(certificate.weakest)
+        rivals.append(certificate.rival)
+        if certificate.weakest is not None:
+            owned = union_cells(certificate.weakest, windows)
+            attacked = attack_region(guard.defense, evidence, owned, label, certificate.rival, search=search)
+            values = attacked.evidence.values
+            witness = torch.stack([select(values, label), select(values, certificate.rival)], 1)
+            witnesses.append(witness.float() / evidence.scale)
     located = len(witnesses) == len(boxes)
-    return Guide(
+    return WeakSpot(
         field=guard.field(height, width),
         windows=windows,
         boxes=torch.cat(boxes) if located else None,

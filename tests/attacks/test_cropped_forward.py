@@ -8,8 +8,8 @@ from helpers.color_network import SIDE, StrongestColor, color_guard
 from helpers.small_guards import bagnet_guard, random_images, srf_guard
 from torch import nn
 
-from patchguard.attacks.base import covered
-from patchguard.attacks.closeup import closeup
+from patchguard.attacks.base import patch_mask
+from patchguard.attacks.cropped_forward import crop_forward
 from patchguard.guards.local import LocalGuard
 from patchguard.models import wrap
 from patchguard.patch import Patch
@@ -26,13 +26,13 @@ def test_a_closeup_sees_what_the_whole_picture_shows(name) -> None:
     victim, side, patch = VICTIMS[name]
     step = max(1, (side - patch.height) // 4)
     tops, lefts = ([*range(0, side - size, step), side - size] for size in (patch.height, patch.width))
-    places = torch.tensor([[corner] for corner in product(tops, lefts)])
-    images = random_images(len(places), side)
-    near = closeup(victim, images, places, patch, size=8, half=True)
+    positions = torch.tensor([[corner] for corner in product(tops, lefts)])
+    images = random_images(len(positions), side)
+    near = crop_forward(victim, images, positions, patch, size=8, half=True)
     assert near is not None
-    inside = covered(places, patch, side, side)
+    inside = patch_mask(positions, patch, side, side)
     changed = torch.where(inside, 1 - images, images)
-    rows = torch.arange(len(places))
+    rows = torch.arange(len(positions))
     answers = []
     for logits in (victim.differentiable_logits, lambda pixels: near(pixels, rows)):
         pixels = changed.clone().requires_grad_(True)
@@ -45,11 +45,13 @@ def test_a_closeup_sees_what_the_whole_picture_shows(name) -> None:
 
 
 def test_there_is_none_where_it_does_not_hold_or_does_not_pay() -> None:
-    images, places = random_images(2, SIDE), torch.zeros(2, 1, 2, dtype=torch.int64)
-    assert closeup(color_guard("robust", resized=17), images, places, Patch(3), size=8, half=True) is None  # a resize
-    assert closeup(color_guard("robust"), images, places, Patch(11), size=8, half=True) is None  # nearly all
-    twice = places.expand(-1, 2, -1)
-    assert closeup(color_guard("robust"), images, twice, Patch(2, count=2), size=8, half=True) is None
+    images, positions = random_images(2, SIDE), torch.zeros(2, 1, 2, dtype=torch.int64)
+    assert (
+        crop_forward(color_guard("robust", resized=17), images, positions, Patch(3), size=8, half=True) is None
+    )  # a resize
+    assert crop_forward(color_guard("robust"), images, positions, Patch(11), size=8, half=True) is None  # nearly all
+    twice = positions.expand(-1, 2, -1)
+    assert crop_forward(color_guard("robust"), images, twice, Patch(2, count=2), size=8, half=True) is None
 
 
 class Sized(nn.Module):
@@ -68,5 +70,5 @@ def test_there_is_none_for_a_network_that_answers_by_the_size_of_the_image(share
     plain = color_guard("robust")
     model = wrap(Sized(share), classes=3, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), smallest_input=(3, 3))
     victim = LocalGuard(plain.preprocess, model, plain.evidence, plain.defense)
-    images, places = random_images(3, SIDE), torch.full((3, 1, 2), 4)
-    assert (closeup(victim, images, places, Patch(2), size=8, half=True) is not None) == holds
+    images, positions = random_images(3, SIDE), torch.full((3, 1, 2), 4)
+    assert (crop_forward(victim, images, positions, Patch(2), size=8, half=True) is not None) == holds

@@ -232,7 +232,7 @@ def test_a_rule_that_detects_promises_the_label_or_an_alert(run, tmp_path):
     assert summary["alerts"]["correct"] == 8  # the plain sum falls, and an alert is raised
     assert summary["attacked"]["correct"] == summary["certified"]["correct"] == 8
     shown = run("--model", guarded, *GRADIENTS, "--out", tmp_path / "sound")
-    assert "right, and proved to stay (or an alert)" in shown.stdout
+    assert "correct and certified (or an alert)" in shown.stdout
     page = (tmp_path / "sound" / "report.html").read_text()
     assert "are proved to, or to raise an alert, whatever the attack" in page
     assert "takes the label without an alert" in page

@@ -15,7 +15,7 @@ from patchguard.geometry.preprocess import Preprocess
 from patchguard.models import wrap
 
 torch.manual_seed(0)
-network = nn.Sequential(  # any layers that look at a neighbourhood; no global pooling, no attention
+network = nn.Sequential(  # any layers that look at a neighborhood; no global pooling, no attention
     nn.Conv2d(3, 32, 3),
     nn.BatchNorm2d(32),
     nn.ReLU(),

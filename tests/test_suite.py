@@ -1,5 +1,6 @@
 """The suite itself: it repeats in any order, and only this package's own warnings turn it red."""
 
+import ast
 import json
 import shutil
 import subprocess
@@ -124,6 +125,17 @@ def test_what_tests_share_is_the_same_whoever_asks_first_and_does_not_move_the_d
 def test_examples_are_drawn_without_a_clock() -> None:
     for name in ("ci", "random"):
         assert settings.get_profile(name).deadline is None
+
+
+def test_no_test_imports_from_another_test() -> None:
+    tests = Path(__file__).parent
+    files = {path.stem for path in tests.rglob("test_*.py")}
+    for path in sorted(tests.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            for name in names:
+                assert not files & set(name.split(".")), f"{path.relative_to(tests)} imports {name}"
 
 
 # -- warnings ----------------------------------------------------------------------------------------------------------

@@ -43,10 +43,10 @@ def test_pgd_reaches_the_class_it_aims_at() -> None:
 
 
 def test_more_places_break_more_and_a_search_breaks_more_than_chance() -> None:
-    victim, images, target = right_images("robust")
+    victim, images, target = right_images("robust", 24)
     patch = Patch(3, 3)
     one, several = (
-        int(PatchPGD(steps=12, locations=count)(victim, images, target, patch).broken.sum()) for count in (1, 6)
+        int(PatchPGD(steps=12, locations=count)(victim, images, target, patch).broken.sum()) for count in (1, 4)
     )
     searched = PatchPGD(steps=12, locations=1, search="certificate")(victim, images, target, patch)
     assert several >= one
@@ -55,9 +55,9 @@ def test_more_places_break_more_and_a_search_breaks_more_than_chance() -> None:
 
 @pytest.mark.parametrize("name", GUARDS)
 def test_no_attack_flips_what_is_certified(name) -> None:
-    victim, images, target = right_images(name, 24)
+    victim, images, target = right_images(name, 16)
     proof = victim.certify(images, PATCH, target)
-    for attack in (Adaptive(steps=12, locations=2), PatchPGD(steps=8, locations=2)):
+    for attack in (Adaptive(steps=8, locations=2), PatchPGD(steps=5, locations=2)):
         broken = attack(victim, images, target, PATCH).broken
         assert not (broken & (proof.margin > 0)).any()
 
@@ -134,7 +134,10 @@ def test_a_step_that_breaks_an_image_ends_its_attack() -> None:
     assert sum(seen) < 20 * 15
 
 
-@pytest.mark.parametrize("name", GUARDS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("double", "vote") else pytest.param(name, marks=pytest.mark.slow) for name in GUARDS],
+)
 def test_rough_gradients_still_break_images_and_never_count_by_themselves(name, monkeypatch) -> None:
     def rough(device: torch.device, half: bool) -> torch.autocast:  # what a GPU does by itself
         return torch.autocast("cpu", torch.bfloat16)

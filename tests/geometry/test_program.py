@@ -429,6 +429,7 @@ def test_a_backbone_of_bands_that_mixes_images_is_refused(hostile: type[Hostile]
         model.program(SIDE, SIDE)
 
 
+@pytest.mark.slow
 def test_a_network_that_kills_torch_in_the_layout_of_guards_is_refused_before_it_runs() -> None:
     code = (
         "import torch, patchguard.geometry.program as p\n"

@@ -96,6 +96,7 @@ def test_a_pixel_moves_exactly_the_cells_whose_field_holds_it(factory, field):
         assert not changed_cells(model, height, width, pixel).any(), pixel
 
 
+@pytest.mark.slow
 def test_the_traced_field_agrees_with_the_arithmetic():
     field = bagnet17(classes=2, width=0.05).field(46, 51)
     for axis, count, pixels in ((field.rows, 4, 46), (field.columns, 5, 51)):

@@ -80,6 +80,7 @@ def test_a_pixel_moves_exactly_the_cells_whose_field_holds_it(factory, settings,
         assert not seen.all()
 
 
+@pytest.mark.slow
 def test_the_traced_field_agrees_with_the_arithmetic():
     columns = resnet18(classes=2, width=0.05, small_images=True).field(8, 160).columns
     expected = intervals(20, 160, size=109, stride=8, first=-54)

@@ -48,7 +48,10 @@ def test_a_pixel_moves_exactly_the_cells_whose_field_holds_it(field, stride):
         assert (seen == expected_cells(seen.shape, pixel, size=field, stride=stride, first=-(field // 2))).all(), pixel
 
 
-@pytest.mark.parametrize(("field", "stride"), [(7, 1), (9, 2), (15, 2)])
+@pytest.mark.parametrize(
+    ("field", "stride"),
+    [(9, 2), pytest.param(7, 1, marks=pytest.mark.slow), pytest.param(15, 2, marks=pytest.mark.slow)],
+)
 def test_the_traced_field_agrees_with_the_arithmetic(field, stride):
     rows = Srf(classes=3, field=field, stride=stride, widths=THIN).field(21, 15).rows
     expected = intervals(-(-21 // stride), 21, size=field, stride=stride, first=-(field // 2))

@@ -172,7 +172,7 @@ def _export(module: nn.Module, shape: tuple[int, ...]) -> ExportedProgram:
                 ) from error
             raise NoFieldError(
                 f"`module` must be a network that torch.export can trace on a {shape[2]} x {shape[3]} image; "
-                f"it stopped with: {reason} Mend the network, or give its field yourself and audit it."
+                f"it stopped with: {reason} Fix the network, or declare its field yourself and audit it."
             ) from error
     return functional
 

@@ -18,7 +18,7 @@ from patchguard.paper import cached_logits
 from patchguard.paper.context import Context
 from patchguard.paper.counting import count_rounding, window_spaces
 from patchguard.paper.experiment import Missing
-from patchguard.paper.fast_certificates import masking
+from patchguard.paper.fast_certificates import masking_query
 from patchguard.patch import Patch
 from patchguard.storage import zoo
 
@@ -155,7 +155,7 @@ def test_images_that_cannot_be_read_are_left_out(own_context, source, monkeypatc
 
 
 def test_rounding_is_measured_where_it_happens(logits):
-    query = masking(logits.windows(Patch(5)))
+    query = masking_query(logits.windows(Patch(5)))
     device = torch.device("cpu")
     assert count_rounding(logits, query, device) == {"images": IMAGES, "clean": 0, "robust": 0}
     coarse = replace(logits, local_logits=np.round(np.array(logits.local_logits)))

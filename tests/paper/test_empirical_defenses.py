@@ -23,7 +23,14 @@ from patchguard.guards.local import LocalGuard
 from patchguard.models import build
 from patchguard.paper import empirical_defenses
 from patchguard.paper.context import Context, StudyImages
-from patchguard.paper.empirical_defenses import Kept, Options, accuracies, attack_victim, compare, make_cleanings
+from patchguard.paper.empirical_defenses import (
+    Options,
+    StillCorrect,
+    accuracies,
+    attack_victim,
+    compare,
+    make_cleanings,
+)
 from patchguard.paper.experiment import to_png
 from patchguard.paper.image_cleaning import Cleaned
 from patchguard.patch import Patch
@@ -88,8 +95,8 @@ def test_a_certified_guard_beside_keeps_at_least_what_it_certifies():
 
 def test_a_refuted_certificate_is_counted():
     yes, no = torch.tensor([True, True]), torch.tensor([True, False])
-    assert Kept(clean=yes, plain=yes, adaptive=no, certified=yes).refuted.tolist() == [False, True]
-    assert Kept(clean=yes, plain=yes, adaptive=no).refuted.tolist() == [False, False]
+    assert StillCorrect(clean=yes, plain=yes, adaptive=no, certified=yes).refuted.tolist() == [False, True]
+    assert StillCorrect(clean=yes, plain=yes, adaptive=no).refuted.tolist() == [False, False]
 
 
 def test_the_experiment_compares_the_models_of_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -18,7 +18,7 @@ from patchguard.paper import thresholds as detection
 from patchguard.paper.cached_logits import CachedLogits
 from patchguard.paper.counting import count
 from patchguard.paper.experiment import Row, Table, format_value, to_percent, to_png
-from patchguard.paper.fast_certificates import masking
+from patchguard.paper.fast_certificates import masking_query
 from patchguard.paper.query import LOGITS, SIGNED, Batch
 from patchguard.patch import Patch
 
@@ -311,7 +311,7 @@ def test_larger_masks_certify_what_the_defense_says_and_lemma_1_less(context, lo
 
 def test_counting_does_not_depend_on_batches(guard, monkeypatch):
     logits = leading_logits(guard)
-    queries = {"a": masking(Windows.sliding(grid=(7, 7), size=(2, 2)))}
+    queries = {"a": masking_query(Windows.sliding(grid=(7, 7), size=(2, 2)))}
     whole = count(logits, queries, CPU)
     monkeypatch.setattr("patchguard.paper.cached_logits.ELEMENTS", {"cpu": 7 * 4 * 49, "cuda": 1})
     threads = torch.get_num_threads()
@@ -321,12 +321,12 @@ def test_counting_does_not_depend_on_batches(guard, monkeypatch):
 
 def test_a_query_is_counted_once(guard, monkeypatch):
     logits, windows = leading_logits(guard), Windows.sliding(grid=(7, 7), size=(2, 2))
-    first = count(logits, {"a": masking(windows)}, CPU)["a"]
+    first = count(logits, {"a": masking_query(windows)}, CPU)["a"]
     monkeypatch.setattr(CachedLogits, "batches", lambda self, device: pytest.fail("counted again"))
-    assert count(logits, {"b": masking(windows)}, CPU)["b"] == first
+    assert count(logits, {"b": masking_query(windows)}, CPU)["b"] == first
     monkeypatch.undo()
     other = replace(logits, targets=(logits.targets + 1) % 4)
-    assert count(other, {"a": masking(windows)}, CPU)["a"] != first
+    assert count(other, {"a": masking_query(windows)}, CPU)["a"] != first
 
 
 def test_large_patches_are_drawn(context, monkeypatch):

@@ -136,7 +136,7 @@ def open_logits(
     if stored is None:
         step = batch_size or FORWARD_BATCH.get(device.type, FORWARD_BATCH["cuda"])
 
-        def compute(indices: range) -> Block | None:
+        def compute(indices: range) -> dict[str, np.ndarray]:
             return compute_block(source, guard, prepare, indices, device, step)
 
         _write(path, about, len(source), compute, progress)
@@ -155,16 +155,6 @@ def open_logits(
 # -- computing ---------------------------------------------------------------------------------------------------------
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class Block:
-    """Local logits of those of some neighboring images that can be read, and the indices of these among all."""
-
-    indices: list[int]
-    local_logits: LocalLogits
-    targets: Int64[Tensor, " some"]
-
-
 def compute_block(
     source: Source,
     guard: LocalGuard[Any],
@@ -172,21 +162,35 @@ def compute_block(
     indices: range,
     device: torch.device,
     batch_size: int,
-) -> Block | None:
-    """Return the logits of all images of `indices` that can be read, in order; None where none can."""
+) -> dict[str, np.ndarray]:
+    """Return the arrays of one block: logits and targets of all images of `indices` that can be read, in order.
+
+    `exact` are float32 logits of those that belong to the sample, `chosen` their numbers in the block.
+    """
     assert source.targets is not None
     guard.model.to(device=device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     readable: list[int] = []
-    logits: list[Tensor] = []
+    parts: list[Tensor] = []
     try:
         for places, images in prepared_batches(source.subset(indices), prepare, device, batch_size):
             readable += [indices[place] for place in places]
-            logits.append(guard.local_logits(images).cpu())
+            parts.append(guard.local_logits(images).cpu())
     finally:
         guard.model.to("cpu")
     if not readable:
-        return None
-    return Block(readable, torch.cat(logits), torch.tensor([source.targets[index] for index in readable]))
+        return {}
+    logits = torch.cat(parts)
+    if not bool(logits.half().isfinite().all()):
+        raise InputError("local logits must fit float16 (65504 at most); these do not. Scale the last layer down.")
+    sample = set(spread(min(SAMPLE, len(source)), len(source)))
+    chosen = np.array([number for number, index in enumerate(readable) if index in sample], dtype=np.int64)
+    targets = np.array([source.targets[index] for index in readable], dtype=np.int64)
+    return {
+        "maps": logits.half().numpy(),
+        "targets": targets,
+        "exact": logits.float().numpy()[chosen],
+        "chosen": chosen,
+    }
 
 
 def prepared_batches(
@@ -245,19 +249,20 @@ def _write(
     folder: Path,
     about: Mapping[str, Any],
     total: int,
-    compute: Callable[[range], Block | None],
+    compute: Callable[[range], dict[str, np.ndarray]],
     progress: Callable[[int], None],
 ) -> None:
     """Compute and write a folder block by block; blocks that an earlier process finished are used again."""
     parts = folder.with_name(f".{folder.name}.parts")
-    sample = set(sample_evenly(min(SAMPLE, total), total))
     try:
         parts.mkdir(parents=True, exist_ok=True)
         paths = []
         for first in range(0, total, BLOCK):
             path, indices = parts / f"{first:09d}.npz", range(first, min(first + BLOCK, total))
             if not _is_complete(path):
-                _write_block(path, compute(indices), sample, str(about["model"]))
+                arrays = compute(indices)
+                with replace_file(path) as draft, open(draft, "wb") as file:
+                    np.savez(file, **arrays)  # type: ignore[arg-type]
             paths.append(path)
             progress(indices.stop)
         _join_blocks(folder, about, paths)
@@ -272,21 +277,6 @@ def _is_complete(path: Path) -> bool:
             return archive.testzip() is None
     except (FileNotFoundError, zipfile.BadZipFile):
         return False
-
-
-def _write_block(path: Path, block: Block | None, sample: set[int], model: str) -> None:
-    """Write one block, all or nothing: logits, targets, and the float32 logits of the sample with their numbers."""
-    arrays: dict[str, np.ndarray] = {}
-    if block is not None:
-        half = block.local_logits.half()
-        if not bool(half.isfinite().all()):
-            raise InputError(f"the logits of {model} must fit float16 (65504 at most). Scale its last layer down.")
-        chosen = [number for number, index in enumerate(block.indices) if index in sample]
-        exact = block.local_logits[chosen].float()
-        arrays = {"maps": half.numpy(), "targets": block.targets.numpy(), "exact": exact.numpy()}
-        arrays["chosen"] = np.array(chosen, dtype=np.int64)
-    with replace_file(path) as draft, open(draft, "wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
 def _join_blocks(folder: Path, about: Mapping[str, Any], paths: Sequence[Path]) -> None:

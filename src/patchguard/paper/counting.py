@@ -159,12 +159,12 @@ class Measured:
         return Table(title=title, where=where, columns=tuple(columns), rows=tuple(self.rows))
 
 
-def both(query: Query) -> tuple[Cell, Cell]:
+def clean_and_robust(query: Query) -> tuple[Cell, Cell]:
     """Return the two columns of one query: clean and robust."""
     return (query, "clean"), (query, "robust")
 
 
-def clean_robust(names: Iterable[str]) -> tuple[str, ...]:
+def clean_robust_columns(names: Iterable[str]) -> tuple[str, ...]:
     """Return the names of two columns, clean and robust, for each name."""
     return tuple(f"{name} {kind}" for name in names for kind in CLEAN_ROBUST)
 
@@ -174,7 +174,9 @@ def cells_per_patch(dataset: str, rules: Mapping[str, Rule], count: int | None =
 
     def make_cells(logits: CachedLogits, windows_of: WindowsOf) -> Cells:
         windows = [windows_of(patch) for patch in patches(dataset, logits.size[0]).values()][:count]
-        return {label: [cell for each in windows for cell in both(rule(each))] for label, rule in rules.items()}
+        return {
+            label: [cell for each in windows for cell in clean_and_robust(rule(each))] for label, rule in rules.items()
+        }
 
     return make_cells
 

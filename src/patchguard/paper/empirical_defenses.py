@@ -112,7 +112,7 @@ def run(context: Context, dataset: str) -> Result:
 
 @final
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Kept:
+class StillCorrect:
     """Which images a victim labels correctly: as they are, after the plain attack, and after one made for it.
 
     The plain attack is made on the bare network and knows no defense. `adaptive` counts what withstands both.
@@ -140,7 +140,7 @@ def attack_victim(
     *,
     seed: int = 0,
     numbers: Sequence[int] | None = None,
-) -> Kept:
+) -> StillCorrect:
     """Return what a victim labels correctly: images, the same after an attack on another (`plain`), after its own.
 
     `victims` are one and the same, with different gradients; each meets every attack, with the images that those before
@@ -156,7 +156,7 @@ def attack_victim(
             some = [known[row] for row in rows.tolist()]
             left[rows] = ~attack(each, images[rows], target[rows], patch, seed=seed, numbers=some).broken
     clean = victim.predict(images).label == target
-    return Kept(clean=clean.cpu(), plain=withstands.cpu(), adaptive=left.cpu())
+    return StillCorrect(clean=clean.cpu(), plain=withstands.cpu(), adaptive=left.cpu())
 
 
 def make_cleanings(height: int, width: int) -> dict[str, list[Cleaning]]:
@@ -175,7 +175,7 @@ def compare(
     *,
     certified: LocalGuard[Any] | None = None,
     progress: Progress = lambda stage, count: None,
-) -> dict[str, Kept]:
+) -> dict[str, StillCorrect]:
     """Return, per defense, which images stay correct: clean, plainly attacked, adaptively attacked, certified.
 
     `guard` is the undefended network, bare and behind each cleaning; `certified` another one, whose masks are refitted
@@ -189,7 +189,7 @@ def compare(
     fitted = None if certified is None else certified.for_patch(patch, height, width)
     sensitive = replace(options.attack, search="occlusion")
     attacks = [options.attack, sensitive, Colors(tries=options.tries), Copy(tries=options.tries)]
-    batches: dict[str, list[Kept]] = {}
+    batches: dict[str, list[StillCorrect]] = {}
     for indices, pixels, target in images.batches(device, options.batch_pixels):
         draws: dict[str, Any] = {"seed": options.seed, "numbers": indices}
         # To its end, not to its first success: what just crosses the border of a class is undone by any cleaning.
@@ -211,19 +211,19 @@ def compare(
     return {name: _concatenate(parts) for name, parts in batches.items()}
 
 
-def _concatenate(parts: Sequence[Kept]) -> Kept:
+def _concatenate(parts: Sequence[StillCorrect]) -> StillCorrect:
     columns: dict[str, Any] = {column: [getattr(part, column) for part in parts] for column in COLUMNS}
     joined: dict[str, Any] = {key: None if each[0] is None else torch.cat(each) for key, each in columns.items()}
-    return Kept(**joined)
+    return StillCorrect(**joined)
 
 
-def accuracies(kept: Kept) -> dict[str, Value]:
+def accuracies(kept: StillCorrect) -> dict[str, Value]:
     """Return the columns of a row."""
     marks = {column: getattr(kept, column) for column in COLUMNS}
     return {column: None if each is None else proportion(int(each.sum()), len(each)) for column, each in marks.items()}
 
 
-def draw(kept: Mapping[str, Kept], title: str) -> "Figure":
+def draw(kept: Mapping[str, StillCorrect], title: str) -> "Figure":
     """Draw the comparison as bars."""
     figure, axes = new_figure()
     rows = [accuracies(each) for each in kept.values()]

@@ -25,23 +25,25 @@ from patchguard.geometry.windows import Windows
 from patchguard.paper.query import LOGITS, SIGNED, Batch, FastPath, Marks, Query, among_best
 
 
-def masking(windows: Windows, evidence: Evidence = LOGITS, *, masks: Windows | None = None, top_k: int = 1) -> Query:
+def masking_query(
+    windows: Windows, evidence: Evidence = LOGITS, *, masks: Windows | None = None, top_k: int = 1
+) -> Query:
     """Return robust masking; by default its masks are the windows."""
     defense = RobustMasking(masks=masks or windows)
     return Query(evidence=evidence, defense=defense, windows=windows, top_k=top_k, fast=ROBUST_MASKING)
 
 
-def double_masking(windows: Windows, evidence: Evidence = SIGNED) -> Query:
+def double_masking_query(windows: Windows, evidence: Evidence = SIGNED) -> Query:
     """Return double masking whose masks are the windows."""
     return Query(evidence=evidence, defense=DoubleMasking(masks=windows), windows=windows, fast=DOUBLE_MASKING)
 
 
-def summed(defense: Defense[Any], windows: Windows, evidence: Evidence) -> Query:
+def sum_query(defense: Defense[Any], windows: Windows, evidence: Evidence) -> Query:
     """Return a defense that adds up bounded evidence and is certified window by window."""
     return Query(evidence=evidence, defense=defense, windows=windows, fast=SUMS)
 
 
-def ranked(defense: Defense[Any], windows: Windows, evidence: Evidence) -> Query:
+def rank_query(defense: Defense[Any], windows: Windows, evidence: Evidence) -> Query:
     """Return a defense that adds up cells of some ranks and is certified without positions."""
     return Query(evidence=evidence, defense=defense, windows=windows, fast=RANKS)
 

@@ -4,9 +4,9 @@ from patchguard.data.loading import load_images
 from patchguard.defenses import ClippedSum, MajorityVote
 from patchguard.paper import networks, published
 from patchguard.paper.context import Context
-from patchguard.paper.counting import Measured, Rule, cells_per_patch, clean_robust, make_result, measure
+from patchguard.paper.counting import Measured, Rule, cells_per_patch, clean_robust_columns, make_result, measure
 from patchguard.paper.experiment import TITLES, Missing, Result, Row, Value
-from patchguard.paper.fast_certificates import double_masking, masking, summed
+from patchguard.paper.fast_certificates import double_masking_query, masking_query, sum_query
 from patchguard.paper.networks import Network
 from patchguard.paper.query import CONFIDENCE, TANH, VOTE, Query
 from patchguard.patch import Patch
@@ -14,19 +14,19 @@ from patchguard.runs.metrics import proportion
 from patchguard.training.evaluate import evaluate
 from patchguard.training.recipe import CIFAR10_SIZE
 
-MASK_BN: dict[str, Rule] = {"Mask-BN": masking}
-CBN: dict[str, Rule] = {"CBN": lambda windows: summed(ClippedSum(), windows, TANH)}
+MASK_BN: dict[str, Rule] = {"Mask-BN": masking_query}
+CBN: dict[str, Rule] = {"CBN": lambda windows: sum_query(ClippedSum(), windows, TANH)}
 MASK_DS: dict[str, Rule] = {
-    "Mask-DS": lambda windows: masking(windows, CONFIDENCE),
+    "Mask-DS": lambda windows: masking_query(windows, CONFIDENCE),
     "DS": lambda windows: Query(evidence=VOTE, defense=MajorityVote(spatial=False), windows=windows),
 }
-DOUBLE: dict[str, Rule] = {"double masking": double_masking}
+DOUBLE: dict[str, Rule] = {"double masking": double_masking_query}
 BESIDE_CBN: dict[str, Rule] = {
     "CBN, cells counted": lambda windows: Query(evidence=TANH, defense=ClippedSum(spatial=False), windows=windows)
 }
 BESIDE_DS: dict[str, Rule] = {
-    "double masking of confidences": lambda windows: double_masking(windows, CONFIDENCE),
-    "DS, window by window": lambda windows: summed(MajorityVote(), windows, VOTE),
+    "double masking of confidences": lambda windows: double_masking_query(windows, CONFIDENCE),
+    "DS, window by window": lambda windows: sum_query(MajorityVote(), windows, VOTE),
 }
 VOTES = (
     "CBN is certified window by window as published, but against every rival, not the runner-up alone. DS is certified "
@@ -37,7 +37,7 @@ VOTES = (
 
 def run(context: Context, dataset: str) -> Result:
     """Measure every row of one dataset."""
-    theirs, columns = published.MAIN[dataset], clean_robust(table_patches(dataset))
+    theirs, columns = published.MAIN[dataset], clean_robust_columns(table_patches(dataset))
     paper, beside = Measured(), Measured()
 
     def ask(network: Network, rules: dict[str, Rule], *, prefix: bool = True) -> Measured:
@@ -55,7 +55,7 @@ def run(context: Context, dataset: str) -> Result:
     beside.add(ask(plain, BESIDE_CBN))
     beside.add(ask(bands, BESIDE_DS))
     for ours in networks.small_networks(dataset):
-        beside.add(ask(ours, {"robust masking": masking, **DOUBLE, "clipped sum": CBN["CBN"], **BESIDE_CBN}))
+        beside.add(ask(ours, {"robust masking": masking_query, **DOUBLE, "clipped sum": CBN["CBN"], **BESIDE_CBN}))
     double = networks.double_masking_network(dataset)
     if double is not None and context.find(double.names) not in beside.models:
         beside.add(ask(double, DOUBLE))

@@ -20,14 +20,14 @@ from patchguard.paper.counting import (
     Rule,
     WindowsOf,
     appendix_label,
-    both,
     cells_per_patch,
-    clean_robust,
+    clean_and_robust,
+    clean_robust_columns,
     make_result,
     measure,
 )
 from patchguard.paper.experiment import TITLES, Result, Row, to_percent
-from patchguard.paper.fast_certificates import double_masking, masking
+from patchguard.paper.fast_certificates import double_masking_query, masking_query
 from patchguard.paper.networks import Network
 from patchguard.paper.query import CONFIDENCE, LOGITS, PREDICTION, SIGNED, VOTE, Query
 from patchguard.patch import Patch
@@ -59,7 +59,7 @@ def _per_network(
 
 def fields(context: Context, dataset: str) -> Result:
     """Mask-BN with receptive fields of 33, 17 and 9 pixels; double masking of the same logits beside it."""
-    columns = clean_robust(networks.patches(dataset))
+    columns = clean_robust_columns(networks.patches(dataset))
     paper, beside = Measured(), Measured()
 
     def ask(network: Network, rules: dict[str, Rule], known: published.Rows, *, prefix: bool = True) -> Measured:
@@ -68,10 +68,10 @@ def fields(context: Context, dataset: str) -> Result:
 
     for field in (33, 17, 9):
         network, label = networks.bagnet(dataset, field), f"Mask-BN-{field}"
-        paper.add(ask(network, {label: masking}, {label: published.FIELDS[dataset][label]}, prefix=False))
+        paper.add(ask(network, {label: masking_query}, {label: published.FIELDS[dataset][label]}, prefix=False))
         beside.add(ask(network, main_table.DOUBLE, {}))
     for network in networks.small_networks(dataset):
-        beside.add(ask(network, {"robust masking": masking}, {}))
+        beside.add(ask(network, {"robust masking": masking_query}, {}))
         beside.add(ask(network, main_table.DOUBLE, {}))
     where = appendix_label("tab-masking-provable", dataset)
     return make_result(
@@ -88,9 +88,9 @@ def fields(context: Context, dataset: str) -> Result:
 
 def _evidence_rules(prediction: Evidence) -> dict[str, Rule]:
     return {
-        "Logits": lambda windows: masking(windows, LOGITS),
-        "Confidence": lambda windows: masking(windows, CONFIDENCE),
-        "Prediction": lambda windows: masking(windows, prediction),
+        "Logits": lambda windows: masking_query(windows, LOGITS),
+        "Confidence": lambda windows: masking_query(windows, CONFIDENCE),
+        "Prediction": lambda windows: masking_query(windows, prediction),
     }
 
 
@@ -99,7 +99,7 @@ def features(context: Context, dataset: str) -> Result:
 
     A band's prediction is a vote for each class with a confidence of at least 0.2, as in de-randomized smoothing.
     """
-    columns = clean_robust(networks.patches(dataset))
+    columns = clean_robust_columns(networks.patches(dataset))
     tables, notes = [], []
     for network, numbers, label, prediction in (
         *((each, published.FEATURES_BN, "tab-feature-bn", PREDICTION) for each in networks.masking_networks(dataset)),
@@ -125,7 +125,7 @@ def training(context: Context, dataset: str) -> Result:
     ):
 
         def make_cells(logits: CachedLogits, windows_of: WindowsOf, label: str = label) -> Cells:
-            return {label: both(masking(windows_of(networks.patches(dataset, logits.size[0])[name])))}
+            return {label: clean_and_robust(masking_query(windows_of(networks.patches(dataset, logits.size[0])[name])))}
 
         theirs = {label: published.ADVERSARIAL_TRAINING[dataset][label]}
         measured.add(measure(context, dataset, network, theirs, 2, make_cells))
@@ -140,11 +140,11 @@ def top_k(context: Context, dataset: str) -> Result:
     """The true class stays among the k best; the paper has ImageNet, whose 1000 classes make it worth asking."""
 
     def rule(k: int) -> Rule:
-        return lambda windows: masking(windows, top_k=k)
+        return lambda windows: masking_query(windows, top_k=k)
 
     rules = {f"Top-{k}": rule(k) for k in range(1, 6)}
     theirs = published.TOP_K.get(dataset, dict.fromkeys(rules, ()))
-    where, columns = "tab-topk" if dataset in published.TOP_K else "", clean_robust(networks.patches(dataset))
+    where, columns = "tab-topk" if dataset in published.TOP_K else "", clean_robust_columns(networks.patches(dataset))
     return _per_network(context, dataset, "Top k of {}", where, columns, theirs, cells_per_patch(dataset, rules))
 
 
@@ -159,7 +159,7 @@ def shapes(context: Context, dataset: str) -> Result:
 
     def make_cells(logits: CachedLogits, windows_of: WindowsOf) -> Cells:
         patches = {name: Patch(*(int(side) for side in name.split("x"))) for name in theirs}
-        return {name: both(masking(windows_of(patch))) for name, patch in patches.items()}
+        return {name: clean_and_robust(masking_query(windows_of(patch))) for name, patch in patches.items()}
 
     where = "tab-shape" if dataset in published.SHAPES else ""
     return _per_network(context, dataset, "Shapes of patches, {}", where, CLEAN_ROBUST, theirs, make_cells)
@@ -179,7 +179,10 @@ def large_patches(context: Context, dataset: str) -> Result:
 
     def make_cells(logits: CachedLogits, windows_of: WindowsOf) -> Cells:
         windows = {label: windows_of(Patch(side)) for label, side in sides.items()}
-        return {label: (*both(masking(each)), *both(double_masking(each))) for label, each in windows.items()}
+        return {
+            label: (*clean_and_robust(masking_query(each)), *clean_and_robust(double_masking_query(each)))
+            for label, each in windows.items()
+        }
 
     where = "fig-large-patch" if dataset == "imagenette" else ""
     result = _per_network(context, dataset, "Large patches, {}", where, LARGE_COLUMNS, theirs, make_cells)
@@ -256,9 +259,9 @@ def _mask_grid(dataset: str, logits: CachedLogits, windows_of: WindowsOf) -> Cel
     rows: dict[str, Sequence[Cell]] = {}
     for label in published.MISMATCH[dataset]:
         masks = extra if label == name else windows[label]
-        cells: list[Cell] = [(masking(next(iter(windows.values())), masks=masks), "clean")]
+        cells: list[Cell] = [(masking_query(next(iter(windows.values())), masks=masks), "clean")]
         for each in windows.values():
-            cells.append((masking(each, masks=masks), "robust") if masks.cover(each) else None)
+            cells.append((masking_query(each, masks=masks), "robust") if masks.cover(each) else None)
         rows["4.8 %" if label == "4.4 %" and not enlarged else label] = cells
     return rows
 
@@ -266,8 +269,8 @@ def _mask_grid(dataset: str, logits: CachedLogits, windows_of: WindowsOf) -> Cel
 def _bounds(dataset: str, logits: CachedLogits, windows_of: WindowsOf) -> Cells:
     windows = [windows_of(patch) for patch in networks.patches(dataset, logits.size[0]).values()]
     return {
-        "Lemma 1": [(masking(windows[-1]), "robust")] * len(windows),
-        "tighter": [(masking(each, masks=windows[-1]), "robust") for each in windows],
+        "Lemma 1": [(masking_query(windows[-1]), "robust")] * len(windows),
+        "tighter": [(masking_query(each, masks=windows[-1]), "robust") for each in windows],
     }
 
 
@@ -334,12 +337,15 @@ def _undefended(logits: CachedLogits, windows_of: WindowsOf) -> Cells:
 
 def _mask_bn(logits: CachedLogits, windows_of: WindowsOf) -> Cells:
     windows = windows_of(patch_of_area(logits))
-    return {"Mask-BN": both(masking(windows)), "BagNet-17, double masking": both(double_masking(windows))}
+    return {
+        "Mask-BN": clean_and_robust(masking_query(windows)),
+        "BagNet-17, double masking": clean_and_robust(double_masking_query(windows)),
+    }
 
 
 def _mask_ds(logits: CachedLogits, windows_of: WindowsOf) -> Cells:
     windows = windows_of(patch_of_area(logits))
     return {
-        "Mask-DS": both(masking(windows, CONFIDENCE)),
-        "DS-25-ResNet-50, double masking of confidences": both(double_masking(windows, CONFIDENCE)),
+        "Mask-DS": clean_and_robust(masking_query(windows, CONFIDENCE)),
+        "DS-25-ResNet-50, double masking of confidences": clean_and_robust(double_masking_query(windows, CONFIDENCE)),
     }

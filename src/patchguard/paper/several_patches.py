@@ -21,9 +21,9 @@ from patchguard.geometry.windows import Windows
 from patchguard.paper import networks
 from patchguard.paper.cached_logits import CachedLogits
 from patchguard.paper.context import Context
-from patchguard.paper.counting import CLEAN_ROBUST, clean_robust, count, describe_rounding, make_result
+from patchguard.paper.counting import CLEAN_ROBUST, clean_robust_columns, count, describe_rounding, make_result
 from patchguard.paper.experiment import TITLES, Missing, Result, Row, Table, Value, to_percent
-from patchguard.paper.fast_certificates import double_masking, masking, ranked, summed
+from patchguard.paper.fast_certificates import double_masking_query, masking_query, rank_query, sum_query
 from patchguard.paper.query import CONFIDENCE, LOGITS, PREDICTION, SIGNED, TANH, VOTE, Query
 from patchguard.patch import Patch
 from patchguard.runs.summary import Proportion
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 WHERE = "apx-multiple-patch"
 COUNTS = (1, 2, 3)
-COLUMNS = clean_robust(str(number) for number in COUNTS)
+COLUMNS = clean_robust_columns(str(number) for number in COUNTS)
 SIDES = {"cifar10": 2}  # of each patch; for photos 1 % of 224 or 299 px
 BOXES = {"cifar10": (2, 4, 6, 8, 12, 16)}  # sides of the box that holds all patches
 PHOTO_BOXES = (23, 32, 48, 64, 96, 128)
@@ -60,7 +60,7 @@ def run(context: Context, dataset: str) -> Result:
         tables += make_tables(logits, title, anywhere, merged, reasons)
         heading, side, rules = f"{network.label} ({logits.model})", patch_side(logits), make_rules(logits)
         figures[f"several_patches_{logits.model}"] = partial(draw, heading, side, rules, anywhere, merged)
-        query = masking(logits.windows(Patch(patch_side(logits))), CONFIDENCE if has_bands(logits) else LOGITS)
+        query = masking_query(logits.windows(Patch(patch_side(logits))), CONFIDENCE if has_bands(logits) else LOGITS)
         notes.append(describe_rounding(logits, query, context.device))
     return make_result(
         tables,
@@ -96,27 +96,29 @@ def make_rules(logits: CachedLogits) -> dict[str, Callable[[Windows], Query | st
 
     def robust_masking(windows: Windows) -> Query | str:
         too_many = windows.count > 1 and windows.regions > MOST_UNIONS
-        return "too many unions" if too_many else masking(windows, own)
+        return "too many unions" if too_many else masking_query(windows, own)
 
     def cell_masking(windows: Windows) -> Query | str:
         area = windows.largest_area
-        return NO_CELL if area >= cells else ranked(CellMasking(cells=area, spatial=False), windows, own)
+        return NO_CELL if area >= cells else rank_query(CellMasking(cells=area, spatial=False), windows, own)
 
     def trimmed_mean(windows: Windows) -> Query | str:
         area = windows.largest_area
-        return NO_CELL if 2 * area >= cells else ranked(TrimmedMean(trim=area, spatial=False), windows, signed)
+        return NO_CELL if 2 * area >= cells else rank_query(TrimmedMean(trim=area, spatial=False), windows, signed)
 
     def median(windows: Windows) -> Query | str:
         unlimited = not signed.bounded and 2 * windows.largest_area >= cells
-        return NO_CELL if unlimited else ranked(Median(spatial=False), windows, signed)
+        return NO_CELL if unlimited else rank_query(Median(spatial=False), windows, signed)
 
     return {
         "robust masking, a mask per patch": robust_masking,
         "cell masking": cell_masking,
         "trimmed mean": trimmed_mean,
         "median": median,
-        "sum of confidences" if bands else "clipped sum (CBN)": lambda windows: summed(ClippedSum(), windows, bounded),
-        "majority vote (DS)": lambda windows: summed(MajorityVote(), windows, votes),
+        "sum of confidences" if bands else "clipped sum (CBN)": lambda windows: sum_query(
+            ClippedSum(), windows, bounded
+        ),
+        "majority vote (DS)": lambda windows: sum_query(MajorityVote(), windows, votes),
     }
 
 
@@ -134,9 +136,9 @@ def measure_rules(logits: CachedLogits, context: Context) -> tuple[Accuracies, A
                 queries[False, name, number] = query
     boxes = [side for side in BOXES.get(logits.dataset, PHOTO_BOXES) if side <= min(logits.size)]
     for name, rule, sides in (
-        ("robust masking", partial(masking, evidence=evidence), boxes),
+        ("robust masking", partial(masking_query, evidence=evidence), boxes),
         # Double masking looks at all pairs of masks: on every other box only.
-        ("double masking", partial(double_masking, evidence=signed), boxes[1::2]),
+        ("double masking", partial(double_masking_query, evidence=signed), boxes[1::2]),
     ):
         for side in sides:
             windows = logits.windows(Patch(side))

@@ -34,7 +34,7 @@ from patchguard.paper.counting import (
     window_spaces,
 )
 from patchguard.paper.experiment import TITLES, Missing, Result, Row
-from patchguard.paper.fast_certificates import intersect, masking
+from patchguard.paper.fast_certificates import intersect, masking_query
 from patchguard.paper.query import LOGITS, Batch, Query
 from patchguard.runs.metrics import proportion
 
@@ -73,7 +73,7 @@ def run(context: Context, dataset: str) -> Result:
                         reason=f"{differences}; {CHARGED}" if threshold else differences,
                     )
                     measured.rows.append(row)
-            notes.append(describe_rounding(logits, masking(logits.windows(patch)), context.device))
+            notes.append(describe_rounding(logits, masking_query(logits.windows(patch)), context.device))
         title = f"Detection thresholds of {network.label} on {TITLES[dataset]}, {name} patch"
         tables.append(measured.table(title, appendix_label("tab-masking-thres", dataset), COLUMNS))
     settings = {"thresholds": [str(threshold) for threshold in THRESHOLDS]}

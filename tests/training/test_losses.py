@@ -195,15 +195,15 @@ def test_the_local_loss_is_the_mean_cross_entropy_of_single_cells() -> None:
     assert float(loss.detach()) == pytest.approx(sum(each) / len(each), abs=1e-6)
 
 
-def test_a_goal_mixes_target_teacher_and_smoothing() -> None:
+def test_the_target_distribution_mixes_label_teacher_and_smoothing() -> None:
     scores, target = torch.tensor([[1.0, 2.0, 0.5]]), torch.tensor([2])
-    goal = losses.CrossEntropy(label_smoothing=0.3, teacher=torch.tensor([[0.2, 0.7, 0.1]]), distill_weight=0.25)
+    criterion = losses.CrossEntropy(label_smoothing=0.3, teacher=torch.tensor([[0.2, 0.7, 0.1]]), distill_weight=0.25)
     weights = [0.7 * (0.75 * own + 0.25 * said) + 0.1 for own, said in zip((0, 0, 1), (0.2, 0.7, 0.1), strict=True)]
     expected = sum(weight * cross_entropy(scores[0].tolist(), k) for k, weight in enumerate(weights))
-    assert float(goal(scores, target)) == pytest.approx(expected, abs=1e-6)
+    assert float(criterion(scores, target)) == pytest.approx(expected, abs=1e-6)
 
 
-def test_labels_that_mix_two_classes_take_the_place_of_the_target() -> None:
+def test_soft_labels_replace_the_target() -> None:
     scores = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
     target, other = torch.tensor([0, 1, 2, 3]), torch.tensor([4, 3, 1, 0])
     labels = 0.7 * torch.eye(5)[target] + 0.3 * torch.eye(5)[other]

@@ -182,7 +182,7 @@ def compute_block(
     logits = torch.cat(parts)
     if not bool(logits.half().isfinite().all()):
         raise InputError("local logits must fit float16 (65504 at most); these do not. Scale the last layer down.")
-    sample = set(spread(min(SAMPLE, len(source)), len(source)))
+    sample = set(sample_evenly(min(SAMPLE, len(source)), len(source)))
     chosen = np.array([number for number, index in enumerate(readable) if index in sample], dtype=np.int64)
     targets = np.array([source.targets[index] for index in readable], dtype=np.int64)
     return {

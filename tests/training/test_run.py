@@ -127,11 +127,9 @@ def striped(monkeypatch: pytest.MonkeyPatch) -> Splits:
 
 def test_a_run_stops_resumes_and_measures_the_file_that_it_wrote(striped: Splits, tmp_path: Path) -> None:
     run_options = options(tmp_path, test=True, checkpoint_seconds=0.0)
-    epochs: list[int] = []
+    records: list[dict[str, object]] = []
     progress: list[float] = []
-    assert (
-        run.train(run_options, should_stop=lambda: True, on_epoch=lambda record: epochs.append(record["epoch"])) is None
-    )
+    assert run.train(run_options, should_stop=lambda: True, on_epoch=records.append) is None
     assert not (tmp_path / "summary.json").exists()
     summary = run.train(run_options, on_epoch=records.append, on_step=progress.append)
     assert [record["epoch"] for record in records] == [1, 2]

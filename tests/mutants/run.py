@@ -6,7 +6,8 @@
 A mutant is one change of the syntax tree: a comparison turned, a number moved by one, `min` for `max`, `lower` for
 `upper`, `and` for `or`, a branch or a check removed, two arguments swapped. Each runs in a process of its own, forked
 once torch and pytest are loaded, on a copy of the package, against the test files of its module, quick tests first,
-until one fails. Mutants that tests/MUTANTS.md explains are not run; any other survivor makes the exit status 1.
+until one fails or takes far longer than it should. Mutants that tests/MUTANTS.md explains are not run; any other
+survivor makes the exit status 1.
 """
 
 import argparse
@@ -22,6 +23,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from operators import Mutant, explained, mutants_of
@@ -31,7 +33,7 @@ PACKAGE = ROOT / "src" / "patchguard"
 EXPLAINED = ROOT / "tests" / "MUTANTS.md"
 LOADED = ("torch", "numpy", "PIL.Image", "hypothesis", "beartype", "jaxtyping", "pytest", "torch.export", "safetensors")
 MEMORY = 12 * 2**30  # bytes of address space that a mutant may take
-PATIENCE = 4.0  # times the tests' own time, before a mutant that does not end counts as noticed
+PATIENCE = 4.0  # times a test's own time, after 20 seconds, before a mutant that does not end counts as noticed
 
 BOUNDS = ["defenses/test_exhaustive.py", "defenses/test_laws.py"]
 SUMS = ["defenses/test_window_sums.py", "defenses/test_exhaustive.py"]
@@ -76,7 +78,7 @@ TESTS = {
 
 
 class QuickFirst:
-    """A pytest plugin: runs the quickest tests first, and notes how long those take that it does not know."""
+    """A pytest plugin: runs the quickest tests first, ends what hangs, and notes how long unknown tests take."""
 
     def __init__(self, times: Path) -> None:
         self.times, self.noted = times, Counter[str]()
@@ -84,6 +86,9 @@ class QuickFirst:
 
     def pytest_collection_modifyitems(self, items: list) -> None:
         items.sort(key=lambda item: self.known.get(item.nodeid, 0.0))
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        signal.alarm(round(20 + PATIENCE * self.known.get(nodeid, 900.0)))
 
     def pytest_runtest_logreport(self, report) -> None:
         self.noted[report.nodeid] += report.duration
@@ -116,7 +121,11 @@ def start(tests: list[str], copy: Path, *, planted: bool) -> int:
         loaded = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that are imported already
         options = [*loaded, "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--hypothesis-profile=mutants"]
         plugin = QuickFirst(copy.parent / "times.json")
+        signal.alarm(120)  # until the first test starts
         status = int(pytest.main([*options, *(f"tests/{name}" for name in tests)], plugins=[plugin]))
+        if not Path(sys.modules["patchguard"].__file__ or "").is_relative_to(copy):
+            print("the tests ran another copy of the package")
+            status = 99
     except Exception:
         traceback.print_exc()
     finally:
@@ -124,36 +133,30 @@ def start(tests: list[str], copy: Path, *, planted: bool) -> int:
         os._exit(status)
 
 
-def ended(child: int, deadline: float, wait: bool) -> int | None:
-    """Return the exit status of a process, or None while it runs; one past its deadline is ended."""
-    while True:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline:
-            os.killpg(child, signal.SIGKILL)
-            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if not wait:
-            return None
-        time.sleep(0.02)
+def ended(child: int, wait: bool) -> int | None:
+    """Return the exit status of a process, or None while it runs; what it started ends with it."""
+    done, status = os.waitpid(child, 0 if wait else os.WNOHANG)
+    if not done:
+        return None
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(status)
 
 
-def prepare(modules: list[str], folder: Path, jobs: int) -> tuple[list[Path], dict[str, float]]:
-    """Return copies of the package, compiled, and how long each test file takes on it; all of them must pass."""
-    copies, seconds = [folder / str(number) for number in range(jobs)], {}
+def prepare(modules: list[str], folder: Path, jobs: int) -> list[Path]:
+    """Return copies of the package, compiled; all the tests must pass on it, and how long each takes is noted."""
+    copies = [folder / str(number) for number in range(jobs)]
     shutil.copytree(PACKAGE, copies[0] / "patchguard", ignore=shutil.ignore_patterns("__pycache__"))
     for tests in dict.fromkeys(name for module in modules for name in TESTS[module]):
-        began = time.monotonic()
-        if ended(start([tests], copies[0], planted=False), began + 3600, wait=True) != 0:
+        if ended(start([tests], copies[0], planted=False), wait=True) != 0:
             raise SystemExit(f"{(copies[0] / 'log').read_text()}tests/{tests} fails on the package as it is")
-        seconds[tests] = time.monotonic() - began
     for copy in copies[1:]:
         shutil.copytree(copies[0], copy)
-    return copies, seconds
+    return copies
 
 
-def survivors_of(module: str, chosen: list[Mutant], copies: list[Path], limit: float) -> list[Mutant]:
-    """Return the mutants that the tests of their module do not notice."""
+def survivors_of(module: str, chosen: list[Mutant], copies: list[Path], log: Path | None) -> list[Mutant]:
+    """Return the mutants that the tests of their module do not notice; `log` takes one line of JSON per mutant."""
     waiting, survivors = list(enumerate(chosen))[::-1], []
     running: dict[Path, tuple[Mutant, int, float]] = {}
     while waiting or running:
@@ -163,13 +166,17 @@ def survivors_of(module: str, chosen: list[Mutant], copies: list[Path], limit: f
                 target = copy / "patchguard" / module
                 target.write_text(mutant.source)
                 os.utime(target, (number, number))  # a time of its own: no compiled file is taken for this one
-                running[copy] = mutant, start(TESTS[module], copy, planted=True), time.monotonic() + limit
-        for copy, (mutant, child, deadline) in list(running.items()):
-            status = ended(child, deadline, wait=False)
+                running[copy] = mutant, start(TESTS[module], copy, planted=True), time.monotonic()
+        for copy, (mutant, child, began) in list(running.items()):
+            status = ended(child, wait=False)
             if status is None:
                 continue
             del running[copy]
             shutil.copy2(PACKAGE / module, copy / "patchguard" / module)
+            if log is not None:
+                row = {"mutant": mutant.key, "noticed": status != 0, "status": status}
+                with log.open("a") as file:
+                    file.write(json.dumps({**row, "seconds": round(time.monotonic() - began, 1)}) + "\n")
             if status == 0:
                 survivors.append(mutant)
             elif status in (3, 4, 5, 99):  # pytest itself failed
@@ -184,6 +191,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=12, help="mutants per module; 0 takes all (default 12)")
     parser.add_argument("--seed", type=int, default=0, help="which sample (default 0)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="mutants tested at a time")
+    parser.add_argument("--log", type=Path, help="a file that gets one line of JSON per mutant, at its end")
     parser.add_argument("--list", action="store_true", help="name the mutants, run nothing")
     settings = parser.parse_args()
     os.chdir(ROOT)
@@ -203,11 +211,10 @@ def main() -> int:
     for name in LOADED:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory() as name:
-        copies, seconds = prepare(list(modules), Path(name), settings.jobs)
+        copies = prepare(list(modules), Path(name), settings.jobs)
         for module, chosen in modules.items():
-            limit = 30 + PATIENCE * sum(seconds[tests] for tests in TESTS[module])
             open_ones = [mutant for mutant in chosen if mutant.key not in known]
-            survivors = survivors_of(module, open_ones, copies, limit)
+            survivors = survivors_of(module, open_ones, copies, settings.log)
             total, equal = total + len(chosen), equal + len(chosen) - len(open_ones)
             unknown += len(survivors)
             print(f"{module}: {len(open_ones) - len(survivors)} of {len(chosen)} noticed, "

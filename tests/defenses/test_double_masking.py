@@ -132,6 +132,19 @@ def test_where_tau_exceeds_what_masks_take_away_the_margin_is_the_lead_behind_on
     assert dominated >= (40 if tau > 36 else 10)  # no mask takes more than 4 cells, each of them 4 apart, twice over
 
 
+@GEOMETRIES
+@pytest.mark.parametrize("tau", [0, 5])
+def test_the_rival_alone_gives_the_margin_where_each_window_has_one_mask(geometry, tau) -> None:
+    generator = np.random.default_rng([geometry.cells, tau])
+    windows = as_windows(geometry, (1, 2))
+    defense, settings = DoubleMasking(masks=windows, tau=float(tau)), Evidence(low=None, bits=0)
+    maps = as_tensor(list(oracle.random_maps(generator, 60, 4, geometry.cells, -3, 3, lead=(0.0, 0.9))), geometry)
+    found = defense.certify(settings(maps), windows)
+    alone = maps[torch.arange(60).unsqueeze(1), torch.stack([found.label, found.rival], 1)]
+    assert torch.equal(defense.certify(settings(alone), windows, label=0).margin, found.margin)
+    assert len(found.rival.unique()) == 4
+
+
 def test_a_third_class_close_behind_keeps_a_mask_from_overruling() -> None:
     """Hiding cell 0 puts class 0 far ahead of the majority's class 1, but only 3 ahead of class 2."""
     maps = torch.tensor([[5.0, 5, 5, 5], [100, 0, 0, 0], [4, 4, 4, 4]]).view(1, 3, 1, 4)

@@ -191,6 +191,15 @@ def test_settings_that_make_no_sense_are_refused(settings, message) -> None:
         Evidence(**settings)
 
 
+def test_the_ends_of_what_settings_may_be_are_accepted() -> None:
+    for bits in (0, 32):
+        assert Evidence(high=2.0, bits=bits)(cells(1.0)).values[0, 0, 0, 0] == 2**bits
+    for bits in (-1, 33):
+        with pytest.raises(InputError, match="`bits` must be"):
+            Evidence(high=2.0, bits=bits)
+    assert Evidence(kind="vote", threshold=1.0)(cells(99.0)).values.sum() == 1
+
+
 def test_a_grid_whose_sums_would_overflow_is_refused() -> None:
     with pytest.raises(InputError, match="the sum of 64 cells"):
         Evidence(high=2.0**31)(torch.zeros(1, 2, 8, 8))

@@ -43,7 +43,7 @@ RULES = [
     "geometry/rules/test_random_networks.py",
 ]
 TESTS = {
-    "defenses/base.py": [*BOUNDS, "defenses/test_robust_masking.py"],
+    "defenses/base.py": [*BOUNDS, "defenses/test_robust_masking.py", "defenses/test_double_masking.py"],
     "defenses/cell_masking.py": [*BOUNDS, "defenses/test_ranks.py"],
     "defenses/clipped_sum.py": [*BOUNDS, "defenses/test_sums.py", "defenses/test_several_patches.py"],
     "defenses/double_masking.py": [*BOUNDS, "defenses/test_double_masking.py"],

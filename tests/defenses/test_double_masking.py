@@ -238,6 +238,14 @@ def test_a_tau_that_is_no_lead_is_refused(kind, tau, monkeypatch) -> None:
         kind(masks=Windows.sliding(grid=(4, 4), size=(1, 1)), tau=tau)
 
 
+@pytest.mark.parametrize("kind", [DoubleMasking, MaskedAgreement])
+def test_a_tau_is_kept_until_another_is_given_or_the_units_change(kind) -> None:
+    defense = kind(masks=as_windows(LINE, (1, 2)), tau=2.0)
+    for tau, new_units, expected in ((None, False, 2.0), (None, True, 0.0), (3.0, False, 3.0), (3.0, True, 3.0)):
+        changed = defense.with_tau(tau, new_units=new_units)
+        assert (type(changed), changed.masks, changed.tau) == (kind, defense.masks, expected)
+
+
 def test_no_lead_is_asked_for_unless_a_tau_is_given() -> None:
     masks = as_windows(LINE, (1, 2))
     assert DoubleMasking(masks=masks).tau == MaskedAgreement(masks=masks).tau == 0

@@ -216,6 +216,18 @@ def test_pruned_rivals_do_not_change_the_certificate() -> None:
                 assert float(found.margin[i]) == worst
 
 
+@pytest.mark.parametrize("name", sorted(DEFENSES.keys() - {"MajorityVote"}))  # votes have one unit
+def test_finer_units_of_the_same_evidence_change_nothing(name) -> None:
+    defense, evidence = DEFENSES[name]
+    settings = evidence if evidence.kind == "logits" else Evidence(high=6.0)
+    maps, windows = logits().round(), Windows.sliding(grid=GRID, size=(2, 2))
+    coarse, fine = (replace(settings, bits=bits)(maps) for bits in (1, 9))
+    assert torch.equal(defense.predict(coarse).scores, defense.predict(fine).scores)
+    one, two = defense.certify(coarse, windows), defense.certify(fine, windows)
+    for part in ("label", "margin", "weakest", "rival"):
+        assert torch.equal(getattr(one, part), getattr(two, part))
+
+
 @EVERY
 def test_a_defense_accepts_just_the_windows_that_it_can_certify(name) -> None:
     defense, evidence = DEFENSES[name]

@@ -249,3 +249,20 @@ def test_an_uncovered_window_is_refused_unless_the_evidence_is_bounded() -> None
     with pytest.raises(InputError, match="some window lies in no mask"):
         defense.certify(logits, windows)
     assert defense.certify(Evidence(low=0.0, high=9.0)(logits), windows).certified.all()
+
+
+def test_products_that_reach_the_end_of_64_bits_are_refused() -> None:
+    masks, logits = Windows.sliding(grid=(4, 4), size=(1, 1)), torch.zeros(1, 2, 4, 4, dtype=torch.double)
+    defense = RobustMasking(masks=masks, threshold=Fraction(1, 512))  # 2 q q cells high = 2^19 2^4 high
+    assert defense.predict(Evidence(high=2.0**40 - 1, bits=0)(logits)).label.item() == 0
+    with pytest.raises(InputError, match="too large a denominator"):
+        defense.predict(Evidence(high=2.0**40, bits=0)(logits))
+
+
+def test_the_hidden_window_is_the_heaviest_where_it_holds_more_than_the_threshold() -> None:
+    maps = torch.tensor([[1.0, 1, 1, 1], [0, 1, 3, 0]]).view(1, 2, 1, 4)
+    masks = Windows.sliding(grid=(1, 4), size=(1, 1))
+    for threshold, expected in ((0.0, (0, 1, 2, 3)), (Fraction(2, 3), (0, 1, 2, 3)), (Fraction(3, 4), None)):
+        defense = RobustMasking(masks=masks, threshold=threshold)
+        assert defense.hidden_window(Evidence(bits=0)(maps), 1) == expected
+    assert RobustMasking(masks=masks, threshold=Fraction(1, 4)).hidden_window(Evidence(bits=0)(maps), 0) is None

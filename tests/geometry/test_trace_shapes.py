@@ -1,9 +1,11 @@
 """Sizes in a graph: what is no multiple of the number of images is refused, and so is a rule off its shape."""
 
 import pytest
+import sympy
 import torch
 from torch import nn
 from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from patchguard.errors import InputError
@@ -29,6 +31,36 @@ def test_only_multiples_of_the_number_of_images_are_sizes() -> None:
     for size in (trace.IMAGES, 2 * trace.IMAGES):
         with pytest.raises(RuleError, match="which stands for the images here"):
             trace._size(size)
+
+
+def test_a_size_that_turned_out_to_be_a_number_is_that_number() -> None:
+    shapes = ShapeEnv()
+    known = {number: torch.SymInt(SymNode(sympy.Integer(number), shapes, int, number)) for number in (5, trace.IMAGES)}
+    assert trace._size(known[5]) == 5
+    with pytest.raises(RuleError, match="which stands for the images here"):
+        trace._size(known[trace.IMAGES])
+
+
+@torch.library.custom_op("patchguard_tests::shade", mutates_args=())
+def shade(weight: torch.Tensor) -> torch.Tensor:
+    return weight.clone()
+
+
+shade.register_fake(torch.empty_like)
+
+
+class Shaded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 1, 1))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images * shade(self.weight)
+
+
+def test_an_operation_of_another_library_has_no_rule_even_on_constants() -> None:
+    with pytest.raises(InputError, match=r"shade.* has no rule"):
+        trace_field(Shaded(), (4, 5))
 
 
 def test_a_rule_that_expects_another_shape_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from patchguard.errors import InputError
+from patchguard.geometry.field import Axis, Field
 from patchguard.geometry.windows import Windows
+from patchguard.patch import Patch
 
 
 @pytest.mark.parametrize("wrap", [(False, False), (False, True), (True, True)])
@@ -84,3 +86,54 @@ def test_a_grid_is_two_whole_numbers(grid, monkeypatch) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # only tests check types
     with pytest.raises(InputError, match="`grid` must be two sizes of at least 1"):
         Windows(grid=grid, rows=((0, 1),), columns=((0, 1),))
+
+
+@st.composite
+def some_axis(draw: st.DrawFn) -> Axis:
+    size, cells = draw(st.integers(2, 6)), draw(st.integers(1, 5))
+    starts = draw(st.lists(st.integers(0, size - 1), min_size=cells, max_size=cells))
+    lengths = draw(st.lists(st.integers(0, size // 2), min_size=cells, max_size=cells))
+    return Axis(tuple(starts), tuple(lengths), size, wrap=draw(st.booleans()))
+
+
+def touched(axis: Axis, length: int) -> list[set[int]]:
+    """The cells that read one of `length` pixels, for every position of these; pixel by pixel."""
+    reads = [{(a + i) % axis.size for i in range(n)} for a, n in zip(axis.starts, axis.lengths, strict=True)]
+    positions = [set(range(first, first + length)) for first in range(axis.size - length + 1)]
+    return [{cell for cell, its in enumerate(reads) if its & position} for position in positions]
+
+
+def shortest_runs(hit: set[int], cells: int, wrap: bool) -> set[frozenset[int]]:
+    """The shortest runs of neighboring cells that hold some cells."""
+    starts = range(cells)
+    runs = [
+        frozenset((start + i) % cells for i in range(length))
+        for length in range(1, cells + 1)
+        for start in (starts if wrap else starts[: cells - length + 1])
+    ]
+    holding = [run for run in runs if hit <= run]
+    return {run for run in holding if len(run) == len(holding[0])}
+
+
+@given(some_axis(), some_axis(), st.data())
+def test_a_patch_reaches_just_the_shortest_runs_of_cells_that_it_touches(rows, columns, data) -> None:
+    patch = Patch(data.draw(st.integers(1, rows.size)), data.draw(st.integers(1, columns.size)))
+    windows = Windows.reached_by(patch, Field(rows, columns))
+    assert (windows.grid, windows.wrap) == ((len(rows.starts), len(columns.starts)), (rows.wrap, columns.wrap))
+    boxes = [tuple(frozenset(part.tolist()) for part in np.nonzero(box.reshape(windows.grid))) for box in windows.cells]
+    hits = [touched(rows, patch.height), touched(columns, patch.width)]
+    for above in hits[0]:
+        for beside in hits[1]:
+            if above and beside:
+                assert any(above <= box[0] and beside <= box[1] for box in boxes)
+    for number, axis in enumerate((rows, columns)):
+        every = [hit for hit in hits[number] if hit] or [{0}]
+        allowed = set().union(*(shortest_runs(hit, len(axis.starts), axis.wrap) for hit in every))
+        assert {box[number] for box in boxes} <= allowed
+
+
+def test_on_a_circle_the_longest_run_of_untouched_cells_is_left_out() -> None:
+    # Pixels 0 and 1 touch cells 0, 2 and 7 of 8: three gaps, the longest between 2 and 7.
+    axis = Axis((0, 3, 1, 3, 3, 3, 3, 0), (1,) * 8, 4, wrap=True)
+    windows = Windows.reached_by(Patch(1, 2), Field(Axis.identity(1), axis))
+    assert {tuple(np.flatnonzero(box).tolist()) for box in windows.cells} >= {(0, 1, 2, 7)}

@@ -69,9 +69,9 @@ TESTS = {
         "geometry/rules/test_upsampling.py",
     ],
     "geometry/trace.py": ["geometry/test_trace_shapes.py", "geometry/test_trace.py", "geometry/test_program.py"],
-    "verify.py": ["test_verify.py", "test_verify_mutants.py"],
-    "guard.py": ["guards/test_local.py", "guards/test_interval.py", "runs/test_engine.py"],
-    "guards/local.py": ["guards/test_local.py", "guards/test_local_labels.py"],
+    "verify.py": ["test_verify.py", "test_verify_mutants.py", "test_toy_guard.py"],
+    "guard.py": ["guards/test_contract.py", "guards/test_interval.py", "guards/test_local.py", "test_toy_guard.py"],
+    "guards/local.py": ["guards/test_local_sizes.py", "guards/test_local_labels.py", "guards/test_local.py"],
     "guards/cell_claims.py": ["storage/test_certificate_file.py"],
     "storage/certificate_file.py": ["storage/test_certificate_file.py"],
 }

@@ -427,6 +427,20 @@ def test_a_statement_is_neither_valid_nor_invalid_until_the_guard_confirms_it(st
     assert difference(data, guard, pixels) == "it is about a model with other weights or settings"
 
 
+def test_a_statement_is_confirmed_with_the_patch_that_it_names(stated, tmp_path, monkeypatch):
+    _, guard, pixels = stated
+    certificate_file.write(tmp_path / "wide.pgc", guard, pixels, Patch(2, 3))
+    asked, certify = [], IntervalGuard.certify
+
+    def note_patch(self, images, patch, *more):
+        asked.append(patch)
+        return certify(self, images, patch, *more)
+
+    monkeypatch.setattr(IntervalGuard, "certify", note_patch)
+    assert difference((tmp_path / "wide.pgc").read_bytes(), guard, pixels) is None
+    assert asked == [Patch(2, 3)]
+
+
 def test_a_statement_with_another_label_or_claim_is_refuted_by_the_guard(stated):
     data, guard, pixels = stated
     claim, _ = verify.read(data)

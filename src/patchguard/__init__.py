@@ -17,9 +17,12 @@ _HOME = {
     "LocalGuard": "guards.local",
     "InputError": "errors",
     "IntervalGuard": "guards.interval",
+    "MaskSet": "geometry.mask_sets",
     "Patch": "patch",
+    "PixelMaskGuard": "guards.pixel_masks",
     "Prediction": "guard",
     "Windows": "geometry.windows",
+    "defend": "guards.pixel_masks",
     "load": "storage.zoo",
 }
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from patchguard.defenses.evidence import Evidence as Evidence
     from patchguard.defenses.evidence import EvidenceMap as EvidenceMap
     from patchguard.errors import InputError as InputError
+    from patchguard.geometry.mask_sets import MaskSet as MaskSet
     from patchguard.geometry.windows import Windows as Windows
     from patchguard.guard import Certificate as Certificate
     from patchguard.guard import DetectionCertificate as DetectionCertificate
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
     from patchguard.guard import Prediction as Prediction
     from patchguard.guards.interval import IntervalGuard as IntervalGuard
     from patchguard.guards.local import LocalGuard as LocalGuard
+    from patchguard.guards.pixel_masks import PixelMaskGuard as PixelMaskGuard
+    from patchguard.guards.pixel_masks import defend as defend
     from patchguard.patch import Patch as Patch
     from patchguard.storage.zoo import load as load
 

@@ -4,9 +4,10 @@
     guard.predict(images).label                    # the defended label
     guard.certify(images, Patch(5)).certified      # True: no 5 x 5 patch, anywhere, changes that label
 
-Three kinds of guards keep this contract, each in one file of guards/:
+Four kinds of guards keep this contract, each in one file of guards/:
 
     local        a network whose cells read small boxes of pixels; whole numbers of evidence, one pass
+    pixel_masks  any classifier, called on masked images; labels behind all pairs of masks
     interval     a small network of known layers; interval bounds, one pass per position
     (your own)   subclass `Guard`, write `predict` and `certify`; the rest follows
 

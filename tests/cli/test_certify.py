@@ -121,6 +121,16 @@ def test_records_say_what_the_guard_says(run, labelled, model, tmp_path):
             assert refitted == {"label": int(again.label), "certified": bool(again.certified)}
 
 
+@pytest.mark.parametrize("command", ["certify", "predict", "attack"])
+def test_images_without_classes_bring_the_classes_of_the_model_first(run, labelled, tmp_path, command):
+    pattern, out = f"{labelled}/b*/*.png", ("--out", tmp_path / "run")
+    words = {"predict": (pattern,), "attack": ("--data", pattern, "--attack", "colors", *out)}
+    shown = run(command, *words.get(command, ("--data", pattern, *out)))
+    assert shown.exit_code == 0, shown.output
+    assert "this model knows only 3 classes (apple, bread, cheese)" in "".join(shown.output.splitlines()[:2])
+    assert "this model knows" not in run("certify", "--data", labelled, "--out", tmp_path / "labeled").output
+
+
 def test_images_without_classes_get_labels_and_proofs(run, labelled, tmp_path):
     shown = run("certify", "--data", f"{labelled}/b*/*.png", "--out", tmp_path, "--json")
     assert shown.exit_code == 0, shown.output

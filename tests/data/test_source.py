@@ -85,6 +85,17 @@ def test_links_are_followed_and_a_loop_ends(write: Write) -> None:
         source.read(2)
 
 
+def test_a_link_in_a_circle_is_one_unreadable_image_and_stops_nothing(write: Write) -> None:
+    root = write("set/a/1.png", "set/b/2.png")
+    for name in ("b/circle.png", "b/circle", "c"):
+        os.symlink(root / "set" / name, root / "set" / name)
+    source = open_source(root / "set")
+    assert (source.names, source.class_names) == (("a/1.png", "b/2.png", "b/circle.png"), ("a", "b"))
+    assert source.ignored == 1
+    with pytest.raises(Unreadable, match=r"^b/circle.png "):
+        source.read(2)
+
+
 def test_folders_named_by_wordnet_number_get_readable_names(write: Write) -> None:
     source = open_source(write(*(f"{number}/1.png" for number in reversed(IMAGENETTE_BY_WORDNET))))
     assert source.class_names == IMAGENETTE_CLASSES

@@ -1,5 +1,6 @@
 """A LocalGuard from images to proofs: sound end to end, one pass for many patches, clear about what it refuses."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -361,6 +362,45 @@ def test_a_leaky_network_is_refused_when_a_patch_is_certified():
     guard.predict(random_images(1, 8))  # answers, but proves nothing
     with pytest.raises(InputError, match=r"layer `features\.1` \(InstanceNorm2d\) cannot be bounded"):
         guard.certify(random_images(1, 8), Patch(1))
+
+
+def deep_network() -> nn.Sequential:
+    """Cells that see 3, 7 and 15 pixels, so that a patch of 6 x 6 touches all of them from the third layer on."""
+    layers = [nn.Conv2d(channels, 4, 3, stride=2, padding=1) for channels in (3, 4, 4)]
+    return nn.Sequential(*layers, nn.Conv2d(4, 4, 1))
+
+
+def deep_guard(defense) -> LocalGuard:
+    return LocalGuard(Preprocess(), wrap(deep_network(), 4), Evidence(low=None), defense)
+
+
+def warnings_in(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("patchguard")]
+
+
+@pytest.mark.parametrize("verb", ["certify", "plan"])
+def test_a_patch_that_touches_all_cells_is_named_once_with_the_layer(verb, caplog):
+    guard, patch, images = deep_guard(DoubleMasking(masks=ANY_MASKS)), Patch(6), random_images(1, 16)
+    guard = guard.for_patch(patch, 16, 16)
+    assert not warnings_in(caplog)
+    for _ in range(2):
+        guard.certify(images, patch) if verb == "certify" else guard.plan([patch], 16, 16, sides=(2,))
+    (warning,) = warnings_in(caplog)
+    expected = "6 x 6 pixels can touch all 2 x 2 cells .* 16 x 16, .* from layer `features.2` .Conv2d. on.*defend"
+    assert re.search(expected, warning)
+
+
+def test_the_layer_is_found_in_source_pixels(caplog):
+    enlarge = Preprocess((Resize(height=16, width=16, mode="nearest"),))
+    guard = replace(deep_guard(DoubleMasking(masks=ANY_MASKS)), preprocess=enlarge)
+    guard.for_patch(Patch(3), 4, 4).certify(random_images(1, 4), Patch(3))
+    assert re.search("3 x 3 pixels .* images of 4 x 4, .* from layer `features.1`", "".join(warnings_in(caplog)))
+
+
+def test_a_patch_that_leaves_cells_alone_is_no_reason_to_warn(caplog):
+    srf_guard().for_patch(Patch(3), 16, 16).certify(random_images(1, 16), Patch(3))
+    deep_guard(Undefended()).certify(random_images(1, 16), Patch(6))  # nobody expects a certificate of it
+    assert not warnings_in(caplog)
 
 
 def test_the_checks_hold_without_any_type_checker():

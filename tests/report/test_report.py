@@ -184,7 +184,7 @@ def check_harmless(page_path) -> None:
 
 
 def test_names_with_markup_in_them_are_only_text(tmp_path):
-    settings = {"model": "</style><b>", "data": "'; rm -rf x", "class_names": EVIL}
+    settings = {"model": "</style><b>", "data": "'; rm -rf x", "class_names": EVIL, "data_digest": "d1"}
     folder = fabricate(tmp_path / "<run>", name="</figure><script>{}", errors=1, **settings)
     other = fabricate(tmp_path / "other", seed=1, **settings)
     check_harmless(report.write([folder]))
@@ -204,6 +204,7 @@ def test_data_without_labels_speaks_of_proofs_and_not_of_accuracy(tmp_path):
     text = written(fabricate(tmp_path / "run", labeled=False)).text
     assert "Label certified" in text
     assert "No true labels were given" in text
+    assert "This model knows only 10 classes: airplane, automobile" in text
     assert "Not certified" in text
     for word in ("accuracy", "Undefended", "true class:", "wrong without any attack"):
         assert word not in text
@@ -329,6 +330,15 @@ def test_an_attack_shows_what_held_what_broke_and_what_lies_between(attack):
     assert len([each for each in page.all("div") if each.get("class") == "quartet"]) == 2
 
 
+def test_an_attack_on_unlabeled_images_speaks_of_no_correct_labels(attack):
+    broken = {"right": 1, "of": 2, "share": 0.5, "low": 0.1, "high": 0.9}
+    change(attack, "summary.json", lambda summary: summary.update(labelled=False, broken=broken))
+    text = written(attack).text
+    assert "without a certificate, it broke" in text
+    assert "This model knows only" in text
+    assert "correct label" not in text
+
+
 def test_a_rule_that_detects_promises_the_label_or_an_alert(attack):
     change(attack, "summary.json", lambda summary: summary["settings"].update(defense="MaskedAgreement"))
     text = written(attack).text
@@ -396,6 +406,16 @@ def test_runs_that_cannot_be_ranked_are_not(tmp_path):
     text = written(first, third).text
     assert "2 runs compared" in text
     assert "correct or wrong" in text
+
+
+def test_runs_about_different_images_are_not_ranked(tmp_path):
+    folders = [fabricate(tmp_path / each, data_digest=each, certified=0.2 + 0.2 * (each == "b")) for each in "ab"]
+    text = written(*folders).text
+    assert "2 runs compared" in text
+    assert "not about the same images, so they are not ranked" in text
+    assert "certifies most" not in text
+    same = [fabricate(tmp_path / each, data_digest="a", certified=0.2 + 0.4 * (each == "d")) for each in "cd"]
+    assert "d certifies most" in written(*same).text
 
 
 def test_equal_runs_are_level_and_runs_of_one_name_are_told_apart(tmp_path):

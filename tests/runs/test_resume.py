@@ -299,11 +299,11 @@ def test_certificates_of_an_older_release_are_not_taken_for_granted(run, tmp_pat
 
 
 def test_commands_say_which_file_they_loaded(run, model, photos, tmp_path):
-    line = f"model: {model}, digest {zoo.inspect(model)['digest'][:16]}"
+    line = f"model: {model}, digest {zoo.load(model).digest[:16]}"
     for command in ("certify", "attack"):
         assert line in run(command=command, out=command).stdout
         stamp = json.loads((tmp_path / command / "run.json").read_text())
-        assert stamp["model_file"] == {"name": "brightness.safetensors", "digest": zoo.inspect(model)["digest"]}
+        assert stamp["model_file"] == {"name": "brightness.safetensors", "digest": zoo.load(model).digest}
         shown = run("--json", command=command, out=command)
         assert line in shown.stderr
         assert json.loads(shown.stdout)["images"] == COUNT + 2

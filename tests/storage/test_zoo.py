@@ -264,7 +264,7 @@ def test_a_file_or_folder_called_like_a_model_does_not_replace_it(elsewhere, kin
     zoo.save(srf_guard(), elsewhere / "cifar10") if kind == "file" else (elsewhere / "cifar10").mkdir()
     assert zoo.load("cifar10").model.classes == zoo.find("cifar10").model.classes == 10
     assert zoo.recipe("cifar10") == zoo.inspect(EMBEDDED)["recipe"]
-    assert zoo.file_of("cifar10") == zoo.ModelFile(EMBEDDED, zoo.inspect(EMBEDDED)["digest"])
+    assert zoo.file_of("cifar10") == zoo.ModelFile(EMBEDDED, zoo.load(EMBEDDED).digest)
     if kind == "file":
         assert zoo.load("./cifar10").model.classes == 3
         assert zoo.load(elsewhere / "cifar10").model.classes == 3
@@ -427,3 +427,10 @@ def test_guards_that_could_not_be_loaded_are_not_saved(tmp_path):
     with pytest.raises(InputError, match=r"fc\.bias must be finite in float16"):
         zoo.save(replace(srf_guard(), model=huge), where, half=True)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["weights.pth", "weights.PT", "last.ckpt"])
+def test_a_file_of_pytorch_is_told_what_to_do_with_it(name, tmp_path):
+    torch.save({"weight": torch.zeros(1)}, tmp_path / name)
+    with pytest.raises(InputError, match=r"must be a model file of patchguard .* patchguard.models.wrap"):
+        zoo.load(tmp_path / name)

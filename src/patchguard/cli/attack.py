@@ -20,6 +20,7 @@ from patchguard.cli.common import (
     Root,
     Tau,
     Threshold,
+    describe_classes,
     percent,
     plain_name,
     resumable,
@@ -161,7 +162,9 @@ def attack(
             folder,
             device=device,
             batch_size=batch_size,
-            progress=lambda hunt: progress.update(hunt.images, note=_describe(hunt)),
+            progress=lambda hunt: progress.update(
+                hunt.images, note=_describe(hunt, labeled=job.source.targets is not None)
+            ),
             mix_versions=mix_versions,
         )
     if outcome is not None:
@@ -234,13 +237,14 @@ def _write_options(words: dict[str, Any]) -> list[str]:
     ]
 
 
-def _describe(hunt: "Hunt") -> str:
+def _describe(hunt: "Hunt", *, labeled: bool) -> str:
     counts = hunt.tally.counts
     if not counts["read"]:
         return ""
     clean, attacked, certified = (counts[name] / counts["read"] for name in ("clean", "attacked", "certified"))
     refuted = f" REFUTED {len(hunt.tally.refuted)}" if hunt.tally.refuted else ""
-    return f"clean {clean:.1%} attacked {attacked:.1%} certified {certified:.1%}{refuted}"
+    before = f"clean {clean:.1%} attacked" if labeled else "unchanged"
+    return f"{before} {attacked:.1%} certified {certified:.1%}{refuted}"
 
 
 # -- results -----------------------------------------------------------------------------------------------------------
@@ -260,6 +264,8 @@ def _show(outcome: "Outcome[AttackSummary]", trial: "Trial", folder: Path, as_js
     else:
         output = screen()
         settings, seconds = summary.settings, summary.seconds
+        if note := describe_classes(settings.class_names, labeled=summary.labeled):
+            output.print(shown(note), soft_wrap=True, highlight=False)
         output.print(
             f"{shown(settings.model)} on {shown(settings.data)}: {summary.images:,} images, "
             f"{settings.defense}"

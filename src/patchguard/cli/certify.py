@@ -19,6 +19,7 @@ from patchguard.cli.common import (
     Root,
     Tau,
     Threshold,
+    describe_classes,
     percent,
     plain_name,
     resumable,
@@ -137,6 +138,8 @@ def _show(outcome: "Outcome[CertifySummary]", job: "Job", folder: Path, as_json:
         return
     output, summary = screen(), outcome.summary
     settings, seconds = summary.settings, summary.seconds
+    if note := describe_classes(settings.class_names, labeled=summary.labeled):
+        output.print(shown(note), soft_wrap=True, highlight=False)
     output.print(
         f"{shown(settings.model)} on {shown(settings.data)}: {summary.images:,} images, "
         f"{settings.defense}"

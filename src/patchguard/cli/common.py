@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -92,6 +92,17 @@ def percent(proportion: "Proportion") -> str:
     if proportion.fraction is None:
         return "none"
     return f"{100 * proportion.fraction:.1f} % ({100 * proportion.low:.1f} to {100 * proportion.high:.1f})"
+
+
+def describe_classes(class_names: Sequence[str], *, labeled: bool) -> str:
+    """Return a warning for images whose true classes nobody gave: they may show something the model does not know."""
+    if labeled or not class_names:
+        return ""
+    some = ", ".join(class_names[:10]) + (" and others" if len(class_names) > 10 else "")
+    return (
+        f"note: this model knows only {len(class_names)} classes ({some}) and gives every image one of them, whatever "
+        "the image shows; a certificate does not say that the label is correct"
+    )
 
 
 # -- words -------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from patchguard.cli.common import BatchSize, Device, Model, Root, screen, shown
+from patchguard.cli.common import BatchSize, Device, Model, Root, describe_classes, screen, shown
 
 
 def predict(
@@ -31,6 +31,8 @@ def predict(
     source = open_sources(images, root, labeled=False)
     job = prepare(source=source, data=images[0], model=model, patches=patch or (), curve=False)
     typer.echo(f"model: {shown(str(job.file))}", err=True)
+    if note := describe_classes(job.guard.class_names, labeled=False):
+        typer.echo(shown(note), err=True)
     keys = [written.key for written in job.patches] if patch else []
     answers = []
     for record in predict_all(job, proofs=bool(keys), device=device, batch_size=batch_size):

@@ -57,7 +57,8 @@ def _against(model: str, image: str) -> Callable[[bytes], tuple[bool, str]]:
     from patchguard.data.decode import decode
     from patchguard.storage import certificate_file, zoo
 
-    guard, file, pixels = zoo.find(model), zoo.file_of(model), decode(image)
+    guard, pixels = zoo.find(model), decode(image)
+    file = zoo.file_of(model, guard)
     if file is not None:
         typer.echo(f"model: {file}", err=True)
 

@@ -197,9 +197,17 @@ def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                yield entry.name, entry.is_dir()
+                yield entry.name, _is_folder(entry)
     except OSError as error:
         raise InputError(f"{folder} cannot be listed: {error.strerror}.") from None
+
+
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    """Return whether an entry is a folder; a link that leads nowhere or in a circle is a file that cannot be read."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 # -- sets known by name ------------------------------------------------------------------------------------------------

@@ -114,6 +114,10 @@ class Axis:
         """Return the same for `length` pixels from every position inside the axis."""
         return np.stack([self.touched_cells(start, length) for start in range(self.size - length + 1)])
 
+    def is_covered_by(self, length: int) -> bool:
+        """Return whether `length` pixels, from some position, touch every cell that reads anything."""
+        return bool((self.touched_cells_by_position(length) | (self._lengths == 0)).all(1).any())
+
 
 @final
 @dataclass(frozen=True)
@@ -159,6 +163,10 @@ class Field:
         rows = self.rows.touched_cells(top, height)
         columns = self.columns.touched_cells(left, width)
         return np.asarray(rows[:, None] & columns[None, :])
+
+    def is_covered_by(self, height: int, width: int) -> bool:
+        """Return whether a patch of this size, from some position, touches every cell that reads anything."""
+        return self.rows.is_covered_by(height) and self.columns.is_covered_by(width)
 
 
 def compose(field: Field, support: Field) -> Field:

@@ -32,11 +32,12 @@ class Program:
     """What a guard runs on images of one size, and the pixels that each cell of its result reads.
 
     `graph` is the exported graph and `field` was derived from it; or `graph` is a model that declares its own field,
-    which is then taken on trust.
+    which is then taken on trust. `layers` are the fields of the layers on the way, by name, where they were derived.
     """
 
     graph: nn.Module
     field: Field
+    layers: tuple[tuple[str, Field], ...] = ()
 
     def __call__(self, pixels: Float[Tensor, "batch 3 height width"]) -> Float[Tensor, "batch classes rows columns"]:
         """Return the local logits, computed the way that certificates are about: see `full_precision`."""
@@ -77,7 +78,7 @@ def export_program(module: nn.Module, size: tuple[int, int], *, channels: int = 
         if program is None:
             try:
                 exported = _export(module, (2, channels, height, width))
-                program = Program(exported.module(), derive_field(exported, module, height, width))
+                program = Program(exported.module(), *derive_field(exported, module, height, width))
                 _check_agreement(module, program, (channels, height, width))
             except NoFieldError as refusal:
                 program = refusal

@@ -104,11 +104,13 @@ _KEEPS_IMAGES_EQUAL = {*_ENTRY_BY_ENTRY.split(), *_SHAPE_ONLY, "expand", "unsque
 IMAGES = 1_000_003
 
 
-def derive_field(program: ExportedProgram, module: nn.Module, height: int, width: int) -> Field:
+def derive_field(
+    program: ExportedProgram, module: nn.Module, height: int, width: int
+) -> tuple[Field, tuple[tuple[str, Field], ...]]:
     """Return which pixels of a `height` x `width` image each cell of the program's output (B, K, U, V) can read.
 
-    `program` is functional, with a symbolic number of images; `module` is the network it was exported from, only
-    used to name layers in error messages.
+    The same follows for every layer on the way, by name. `program` is functional, with a symbolic number of images;
+    `module` is the network it was exported from, only used to name layers.
     """
     signature = program.graph_signature
     if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
@@ -119,18 +121,21 @@ def derive_field(program: ExportedProgram, module: nn.Module, height: int, width
         )
     inputs = {spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT}
     values: dict[Node, Any] = {}
+    layers: list[tuple[str, Field]] = []
     for node in program.graph.nodes:
         try:
             if node.op == "placeholder" and node.name in inputs:
                 values[node] = Layout.of_images(IMAGES, _shapes(node)[0][1], height, width)
             elif node.op == "output":
-                return _cells(_resolve(node.args[0], values), height, width)
+                return _cells(_resolve(node.args[0], values), height, width), tuple(layers)
             elif node.op in ("placeholder", "get_attr"):
                 values[node] = Constant(_shapes(node)[0])
             elif isinstance(node.meta.get("val"), (int, torch.SymInt)):
                 values[node] = _size(node.meta["val"])
             else:
-                values[node] = _result(node, values)
+                values[node] = result = _result(node, values)
+                if isinstance(result, Layout):
+                    layers.append((_layer(node, module), _positions(result, height, width)))
         except RuleError as refusal:
             error = InputError if isinstance(refusal, UnrunnableError) else NoFieldError
             raise error(
@@ -254,6 +259,13 @@ def _layer(node: Node, module: nn.Module) -> str:
     return f"layer `{path}` ({kind})" if path else f"`{kind}`"
 
 
+def _positions(layout: Layout, height: int, width: int) -> Field:
+    """Return which pixels each row and column of a tensor reads, wherever in its shape they lie."""
+    factors = {factor.kind: factor for dimension in layout.dimensions for factor in dimension}
+    rows, columns = factors["row"], factors["column"]
+    return Field(Axis.from_bounds(rows.low, rows.high, height), Axis.from_bounds(columns.low, columns.high, width))
+
+
 def _cells(outputs: Any, height: int, width: int) -> Field:
     if len(outputs) != 1 or not isinstance(outputs[0], (Layout, Constant)):
         raise RuleError(f"holds {len(outputs)} values where one tensor of local logits (B, K, U, V) is wanted")
@@ -264,5 +276,4 @@ def _cells(outputs: Any, height: int, width: int) -> Field:
     wanted = ["images of the batch", "channels", "rows", "columns"]
     if len(words) != 4 or not only_channels(layout.dimensions[1]) or [words[0], *words[2:]] != [wanted[0], *wanted[2:]]:
         raise RuleError(f"runs over ({', '.join(words)}) where local logits run over ({', '.join(wanted)})")
-    (rows,), (columns,) = layout.dimensions[2:]
-    return Field(Axis.from_bounds(rows.low, rows.high, height), Axis.from_bounds(columns.low, columns.high, width))
+    return _positions(layout, height, width)

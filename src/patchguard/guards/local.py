@@ -10,16 +10,18 @@ Each word of this picture is one file: geometry/preprocess, models, defenses/evi
 and one file per rule in defenses. A guard only puts them together.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any, ClassVar, Generic, final, get_args, overload
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Float, Int64, UInt8
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchguard import verify
 from patchguard.data.images import validate_images
@@ -58,11 +60,14 @@ from patchguard.models.base import LocalModel
 from patchguard.patch import Patch
 from patchguard.runtime import LARGEST_BATCH, device_and_dtype, eval_mode, frozen_parameters, full_precision
 
+logger = logging.getLogger(__name__)
+
 # Network pixels that pass through the model at once. A CPU is fastest while activations fit its cache (8 images of
 # 32 x 32, or 1 of 224 x 224); a GPU wants many, within its memory (83 images of 224 x 224).
 PIXELS_AT_ONCE = {"cpu": 2**13, "cuda": 2**22}
 NOT_FINITE = "makes the network give NaN or infinity"
 UNDEFENDED = Undefended()
+_warned: WeakSet[nn.Module] = WeakSet()  # networks that a warning was logged about
 ANY_MASKS = Windows.sliding(grid=(1, 1), size=(1, 1))  # until masks are fitted to a patch and a size
 
 
@@ -177,7 +182,9 @@ class LocalGuard(Guard, Generic[Proof]):
         first = 0
         for local_logits in self._local_logits(images, proving=True):
             # Looked up only now: a GPU is at work on the logits meanwhile.
-            windows = windows or [self.windows(each, *images.shape[-2:]) for each in patches]
+            if not windows:
+                windows = [self.windows(each, *images.shape[-2:]) for each in patches]
+                self._warn_of_covered_cells(patches, *images.shape[-2:])
             evidence = self._evidence(local_logits, images)
             chosen = label[first : first + len(evidence)] if isinstance(label, Tensor) else label
             if chosen is None and len(windows) > 1:
@@ -237,6 +244,22 @@ class LocalGuard(Guard, Generic[Proof]):
     def network_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the size of such images after preprocessing."""
         return self.preprocess.output_size(height, width)
+
+    def plan(
+        self,
+        patches: Sequence[Patch],
+        height: int,
+        width: int,
+        *,
+        sides: Sequence[int] = (),
+        top_k: int = 1,
+        own: bool = True,
+        largest: bool = True,
+    ) -> Plan:
+        """As `Guard` says; warn of a patch that touches all cells."""
+        plan = super().plan(patches, height, width, sides=sides, top_k=top_k, own=own, largest=largest)
+        self._warn_of_covered_cells(patches, height, width)
+        return plan
 
     @torch.no_grad()
     def examine(self, images: Images, plan: Plan) -> Examination:
@@ -441,6 +464,26 @@ class LocalGuard(Guard, Generic[Proof]):
     def _cells(self, height: int, width: int) -> Field:
         """Return the field of the network alone, which keeps it as long as its layers stay the same."""
         return self.model.field(*self.preprocess.output_size(height, width))
+
+    def _warn_of_covered_cells(self, patches: Sequence[Patch], height: int, width: int) -> None:
+        """Log once per network that nothing is certified since a patch can touch all cells, and from which layer on."""
+        if not self.defense.defends or self.model in _warned:
+            return
+        field, support = self.field(height, width), self.preprocess.support(height, width)
+        for patch in patches:
+            if field.is_covered_by(patch.height, patch.width):
+                _warned.add(self.model)
+                layers = self.model.program(*support.grid).layers
+                since = (
+                    layer for layer, each in layers if compose(each, support).is_covered_by(patch.height, patch.width)
+                )
+                logger.warning(
+                    f"a patch of {patch.height} x {patch.width} pixels can touch all {field.grid[0]} x {field.grid[1]} "
+                    f"cells of this network in images of {height} x {width}, so nothing can be certified; its cells "
+                    f"see that much from {next(since, type(self.model).__name__)} on. Use a network whose cells see "
+                    "less, or hide pixels instead of cells: patchguard.defend works with any classifier."
+                )
+                return
 
     def _evidence(self, local_logits: Float[Tensor, "some classes rows columns"], images: Images) -> EvidenceMap:
         """Return the evidence of a part of `images`; refuse cells that the masks are not made for."""

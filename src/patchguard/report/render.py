@@ -146,6 +146,7 @@ def render_comparison(runs: Sequence[CertifyRun]) -> str:
         runs=dict(zip(names, runs, strict=True)),
         patches=patches,
         shared=shared,
+        same_images=have_same_images(runs),
         ranked=sorted(ranked, key=lambda pair: -pair[1].rate),
         charts=[(title, curve) for title, curve in charts if curve],
         differences=compare_settings(runs),
@@ -295,11 +296,17 @@ def name_runs(runs: Sequence[CertifyRun] | Sequence[AttackRun]) -> list[str]:
 
 
 def find_shared_patch(runs: Sequence[CertifyRun]) -> str | None:
-    """Return the first patch that every run was measured with, if all of them are labeled or none is."""
-    if len({run.summary.labeled for run in runs}) > 1:
+    """Return the first patch that every run was measured with, if they are about the same images and labels."""
+    if not have_same_images(runs) or len({run.summary.labeled for run in runs}) > 1:
         return None
     shared = (patch for patch in runs[0].summary.settings.patches if all(patch in run.summary.patches for run in runs))
     return next(shared, None)
+
+
+def have_same_images(runs: Sequence[CertifyRun]) -> bool:
+    """Return whether all runs are about the same images; runs of older releases are known by their name and number."""
+    known = [run.summary.settings for run in runs]
+    return len({each.data_digest or (each.data, each.images) for each in known}) == 1
 
 
 def compare_settings(runs: Sequence[CertifyRun] | Sequence[AttackRun]) -> dict[str, list[str]]:

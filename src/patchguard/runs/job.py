@@ -182,7 +182,7 @@ def prepare(
         raise InputError("`--patch-space input` needs --patch: the model's own patch is one in source pixels.")
     loaded = model if isinstance(model, Guard) else zoo.load(model)
     recipe = None if isinstance(model, Guard) else zoo.recipe(model)
-    digest = loaded.digest
+    in_file, digest = loaded, loaded.digest
     source = align_classes(source, loaded)
     if space == "input":
         source, loaded = source.preprocess(loaded.to_network_pixels), loaded.without_preprocess()
@@ -209,7 +209,7 @@ def prepare(
         certificates=certificates,
         patch_space=space,
         largest=curve,
-        file=None if isinstance(model, Guard) else zoo.file_of(model),
+        file=None if isinstance(model, Guard) else zoo.file_of(model, in_file),
         fitted=f"{in_pixels[0].height}x{in_pixels[0].width} in {size[0]}x{size[1]}" if defense else None,
     )
     job.plan(size)  # raises here, before anything is written, where nothing could be certified

@@ -92,6 +92,12 @@ def read(path: Path) -> Guard:
 
 
 def _open(path: Path) -> Any:
+    if path.suffix.lower() in (".pth", ".pt", ".ckpt", ".bin"):
+        raise InputError(
+            f"`{path}` must be a model file of patchguard (.safetensors); PyTorch's own files hold weights without the "
+            "network and may run code. In Python, build your network, load these weights into it and wrap it: "
+            "patchguard.models.wrap, as in examples/certify_your_own_cnn.py."
+        )
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError:

@@ -106,7 +106,7 @@ def find(name_or_path: str | Path) -> LocalGuard[Any]:
 @final
 @dataclass(frozen=True)
 class ModelFile:
-    """The file behind a name or path, and the digest that it carries."""
+    """The file behind a name or path, and the digest of the guard in it: the one that certificates name."""
 
     path: Path
     digest: str
@@ -115,13 +115,16 @@ class ModelFile:
         return f"{self.path}, digest {self.digest[:16]}"
 
 
-def file_of(name_or_path: str | Path) -> ModelFile | None:
-    """Return the file that `find` reads; None for presets and networks, which are made afresh."""
+def file_of(name_or_path: str | Path, guard: Guard | None = None) -> ModelFile | None:
+    """Return the file that `find` reads; None for presets and networks, which are made afresh.
+
+    `guard` is the one in the file, where it was read already.
+    """
     name = str(name_or_path)
     if name in PRESETS or name in models.REGISTRY:
         return None
     path = _locate(name_or_path)
-    return ModelFile(path, inspect(path)["digest"])
+    return ModelFile(path, (guard or read(path)).digest)
 
 
 def usual_size(name: str) -> tuple[int, int]:

@@ -187,9 +187,9 @@ def save_and_measure(
         summary |= choose_weights(trainer, held_out, best.tensors()) | {"best": best.state()}
         zoo.save(trainer.guard, path, recipe=recipe.to_json(), half=True)
     guard = zoo.load(path)
+    summary["digest"] = guard.digest
     guard.prepare(*trainer.size)  # traces the network while it is on the CPU
     guard.model.to(device=trainer.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    summary["digest"] = zoo.inspect(path)["digest"]
     write_json(out / "summary.json", summary)
     for name, data in (("held_out", held_out), ("test", None if test is None else loop.move_to_device(test, trainer))):
         if data is None or len(data) == 0:

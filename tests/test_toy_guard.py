@@ -57,7 +57,7 @@ def test_predict_gives_labels_and_proofs(photos) -> None:
 
 
 def test_an_attack_breaks_only_what_is_not_certified(photos, tmp_path) -> None:
-    trial = Trial(job=make_job(photos, curve=False), attack=build("colours"), name="colours")
+    trial = Trial(job=make_job(photos, curve=False), attack=build("colors"), name="colors")
     summary = refute(trial, tmp_path / "attack", device="cpu").summary
     records = list(Folder(tmp_path / "attack").records())
     assert summary.refuted == []

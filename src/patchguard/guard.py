@@ -427,12 +427,6 @@ class Guard(ABC):
         """Return what makes the answers, besides the network's tensors, as JSON values: what a model file holds."""
         raise InputError(f"{type(self).__name__} cannot be saved to a model file.")
 
-    def differentiable_logits(self, images: Images) -> Float[Tensor, "batch classes rows columns"]:
-        """Return the class scores of every cell with their graph, for attacks that follow gradients."""
-        raise InputError(
-            f"{type(self).__name__} offers no gradients to follow. Use an attack that needs none: noise, colours, copy."
-        )
-
     def to(self, device: torch.device | str) -> "Guard":
         """Move the network to a device; answers come back on the device of the images."""
         return self

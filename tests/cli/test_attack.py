@@ -242,9 +242,9 @@ def test_a_rule_that_detects_promises_the_label_or_an_alert(run, tmp_path):
     shown = run("--model", guarded, *GRADIENTS, "--out", tmp_path / "sound")
     assert "correct and certified (or an alert)" in shown.stdout
     page = (tmp_path / "sound" / "report.html").read_text()
-    assert "are proved to, or to raise an alert, whatever the attack" in page
-    assert "takes the label without an alert" in page
-    assert "no such patch takes the label." not in page
+    assert "every such patch leaves the label or raises an alert" in page
+    assert "No patch of this size can change the label without raising an alert." in page
+    assert "No patch of this size can change the label." not in page
     with threshold_guard.plant_mistake():
         defense = MaskedAgreement(masks=threshold_guard.ANY)
         mistaken = threshold_guard.save_guard(tmp_path / "mistaken.safetensors", defense)

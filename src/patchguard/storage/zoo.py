@@ -78,7 +78,7 @@ def build(name: str, *, patch: Patch | None = None, **settings: Any) -> LocalGua
 
 
 def load(name_or_path: str | Path) -> Guard:
-    """Return the LocalGuard in a file, or the trained one of this name that comes with the package.
+    """Return the guard in a file, or the trained one of this name that comes with the package.
 
     A path has a separator or a suffix (`./mine`, `mine.safetensors`); anything else is a name, also where a file or
     folder of that name exists.

@@ -52,6 +52,7 @@ bench: .venv/installed
 
 docs: .venv/installed
 	$(BIN)/python docs/make_cli.py
+	$(BIN)/python docs/make_recipe_settings.py
 	$(BIN)/python docs/make_reproduction.py
 	$(BIN)/python docs/make_concept.py
 

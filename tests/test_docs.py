@@ -41,6 +41,11 @@ def test_the_page_of_commands_is_what_the_commands_say() -> None:
     assert script.PAGE.read_text() == script.page(), "run `make docs`"
 
 
+def test_the_page_of_recipe_settings_is_what_the_schema_says() -> None:
+    script = load_script("make_recipe_settings")
+    assert script.PAGE.read_text() == script.page(), "run `make docs`"
+
+
 def test_the_figure_of_the_readme_is_what_its_script_draws() -> None:
     script = load_script("make_concept")
     assert script.FIGURE.read_text() == script.figure(), "run `make docs`"

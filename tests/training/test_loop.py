@@ -83,7 +83,8 @@ def test_a_stopped_run_resumes_bit_by_bit_like_one_that_was_not(tmp_path: Path, 
 def test_a_run_of_an_earlier_release_resumes(tmp_path: Path) -> None:
     whole, first, second = (striped_trainer(100) for _ in range(3))
     loop.run(whole, tmp_path / "whole", epochs=2, budget=budget())
-    loop.run(first, tmp_path, epochs=2, budget=budget(stop=0.0))
+    done: list[object] = []
+    loop.run(first, tmp_path, epochs=2, budget=budget(), on_epoch=done.append, should_stop=lambda: bool(done))
     path = tmp_path / "checkpoint-000001" / "state.json"
     state = json.loads(path.read_text())
     groups = state["recipe"]

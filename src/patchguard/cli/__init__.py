@@ -69,7 +69,7 @@ app.command(epilog="Example: patchguard audit --model bagnet17 --size 224x300")(
 app.add_typer(data, name="data")
 app.command(epilog="Example: patchguard report runs/sample runs/photos")(report)
 app.command(epilog="Example: patchguard reproduce main --data cifar10 --root datasets")(reproduce)
-app.command(epilog="Example: patchguard train --recipe tiny --root datasets --out runs/tiny")(train)
+app.command(epilog="Example: patchguard train --data photos --out runs/mine")(train)
 app.command(epilog="Example: patchguard verify cat.pgc --model cifar10 --image cat.png")(verify)
 
 

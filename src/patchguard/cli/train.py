@@ -12,14 +12,18 @@ from typing import Annotated, Any, final
 
 import typer
 
+from patchguard.cli import own_photos
 from patchguard.cli.common import Root, screen
+from patchguard.cli.progress import Progress, show_progress
 from patchguard.errors import InputError
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
 
 def train(
-    recipe: Annotated[str, typer.Option(help="A name that --list shows.")] = "",
+    recipe: Annotated[
+        str, typer.Option(help="A name that --list shows. Default: one for --data.", show_default=False)
+    ] = "",
     data: Annotated[
         str,
         typer.Option(help="A known dataset, or a folder of class folders. Default: the recipe's.", show_default=False),
@@ -50,6 +54,9 @@ def train(
 ) -> None:
     """Train a recipe; write checkpoints, log.jsonl, curve.png, the guard and summary.json into a folder.
 
+    With --data FOLDER and no recipe, one is chosen by the number and size of the photos; a card and a certified report
+    of photos that training never saw follow.
+
     The same command again resumes where the last one stopped: by Ctrl-C, by --minutes, or killed. Several processes
     share every batch when torchrun starts them: torchrun --nproc-per-node 2 -m patchguard train OPTIONS.
 
@@ -59,13 +66,21 @@ def train(
     if list_all:
         _list_recipes()
         return
-    if not recipe or out is None:
-        raise InputError("`--recipe` and `--out` must be given. `patchguard train --list` shows the recipes.")
+    if out is None or not (recipe or data):
+        raise InputError(
+            "`--out` must be given, and `--data` or `--recipe`: `patchguard train --data photos --out runs/mine` "
+            "chooses a recipe, and `patchguard train --list` shows all."
+        )
     from patchguard.training import recipes, run
 
     dataset, folder = _find_dataset(data, root)
+    own = not recipe
+    if own and dataset["data.dataset"] != "folder":
+        raise InputError(f"`--recipe` must be given for {data}. `patchguard train --list` shows the recipes.")
     options = run.Options(
-        recipe=recipes.get_recipe(recipe).override({**dataset, **read_assignments(settings or [])}),
+        recipe=(own_photos.choose(folder) if own else recipes.get_recipe(recipe)).override(
+            {**dataset, **read_assignments(settings or [])}
+        ),
         root=folder,
         out=out,
         epochs=epochs or None,
@@ -77,9 +92,14 @@ def train(
         limit=limit,
         deterministic=deterministic,
         started=started,
+        estimate=own,
     )
     summary = _train_with_progress(options)
-    if summary is not None:
+    if summary is None:
+        return
+    if own:
+        own_photos.finish(folder, out, device, summary, time.monotonic() - started)
+    else:
         typer.echo(json.dumps(summary))
 
 
@@ -132,21 +152,25 @@ def _train_with_progress(options: Any) -> dict[str, Any] | None:
 
     first = runtime.rank() == 0
     with ExitStack() as stack:
-        progress = stack.enter_context(_show_progress(first))
+        progress = stack.enter_context(_show_training(first))
         interrupt = stack.enter_context(_handle_interrupts(first))
         try:
             summary = run.train(
-                options, on_epoch=progress.on_epoch, on_step=progress.on_step, should_stop=interrupt.requested
+                options,
+                on_epoch=progress.on_epoch,
+                on_step=progress.on_step,
+                on_features=progress.on_features,
+                should_stop=interrupt.requested,
             )
         except KeyboardInterrupt:
             summary = None
     if summary is None and interrupt.count:
         if first:
-            where = "this epoch, which is saved" if interrupt.count == 1 else "the last checkpoint"
+            where = "this step, which is saved" if interrupt.count == 1 else "the last checkpoint"
             typer.echo(f"stopped: the same command resumes after {where} in {options.out}", err=True)
         raise typer.Exit(INTERRUPTED)
     if summary is None and first:
-        typer.echo("time is up before the last epoch: the same command resumes there", err=True)
+        typer.echo("time is up before the last epoch: the same command resumes at the next step", err=True)
     return summary
 
 
@@ -156,7 +180,7 @@ def _train_with_progress(options: Any) -> dict[str, Any] | None:
 @final
 @dataclass
 class _Interrupt:
-    """How often Ctrl-C was pressed: once stops after the epoch, twice at once."""
+    """How often Ctrl-C was pressed: once stops after the step, twice at once."""
 
     verbose: bool
     count: int = 0
@@ -166,10 +190,10 @@ class _Interrupt:
         if self.count > 1:
             raise KeyboardInterrupt
         if self.verbose:
-            typer.echo("finishing this epoch and saving it; Ctrl-C again stops at once", err=True)
+            typer.echo("finishing this step and saving it; Ctrl-C again stops at once", err=True)
 
     def requested(self) -> bool:
-        """Return whether to stop after this epoch."""
+        """Return whether to stop after this step."""
         return self.count > 0
 
 
@@ -191,59 +215,46 @@ def _handle_interrupts(verbose: bool) -> Iterator[_Interrupt]:
 
 
 @final
-class _Progress:
-    """Shows on stderr how training goes: a bar on a terminal, a line per epoch elsewhere."""
+class _Reporter(logging.Handler):
+    """Shows steps, epochs and log messages by the one progress of all commands."""
 
-    def __init__(self, bar: Any, verbose: bool) -> None:
-        self.bar, self.verbose = bar, verbose
-        self.task = None if bar is None else bar.add_task("training", total=1.0)
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self.progress, self.note, self.ends = progress, "", 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a message above the bar."""
+        self.progress.print(record.getMessage())
+
+    def on_features(self, done: int, total: int) -> None:
+        """Move the bar while features are computed."""
+        self.progress.update(done / total, doing=f"features of photo {done:,} of {total:,}")
 
     def on_step(self, done: float) -> None:
         """Move the bar."""
-        if self.bar is not None:
-            self.bar.update(self.task, completed=done)
+        self.progress.update(done, doing="training", note=self.note)
 
     def on_epoch(self, record: dict[str, Any]) -> None:
         """Print the line of an epoch."""
-        line = _format_record(record)
-        if self.bar is not None:
-            self.bar.update(self.task, description=f"epoch {record['epoch']}/{record['epochs']}")
-            self.bar.console.print(line, highlight=False)
-        elif self.verbose:
-            typer.echo(line, err=True)
+        if "held_out" in record:
+            held_out = record["held_out"]
+            self.note = f"held out: clean {held_out['clean']:.1%} certified {held_out['certified']:.1%}"
+        self.progress.print(_format_record(record))
 
 
 @contextmanager
-def _show_progress(first: bool) -> Iterator[_Progress]:
-    from rich.console import Console
-    from rich.logging import RichHandler
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    handler: logging.Handler = logging.StreamHandler()
-    if console.is_terminal:
-        handler = RichHandler(console=console, show_level=False, show_path=False)
+def _show_training(first: bool) -> Iterator[_Reporter]:
     logger = logging.getLogger("patchguard")
     before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO if first else logging.WARNING)
-    try:
-        if first and console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
-            with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as bar:
-                yield _Progress(bar, first)
-        else:
-            yield _Progress(None, first)
-    finally:
-        logger.setLevel(before)
-        logger.removeHandler(handler)
+    with show_progress("training", 1.0, shown=first) as progress:
+        reporter = _Reporter(progress)
+        logger.addHandler(reporter)
+        logger.setLevel(logging.INFO if first else logging.WARNING)
+        try:
+            yield reporter
+        finally:
+            logger.setLevel(before)
+            logger.removeHandler(reporter)
 
 
 def _format_record(record: dict[str, Any]) -> str:

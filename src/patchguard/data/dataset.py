@@ -59,7 +59,8 @@ def hold_out_indices(total: int, count: int) -> tuple[Int64[Tensor, " learned"],
     """Return the numbers, among `total` images, of those to learn from and of `count` held-out ones."""
     if not 0 <= count < total:
         raise InputError(
-            f"`count` of held-out images must leave some to learn from; got {count} of {total}. Hold out fewer."
+            f"`evaluation.held_out` must leave images to learn from; got {count} of {total}. "
+            "Hold out fewer: --set held_out=0.2"
         )
     order = torch.randperm(total, generator=make_generator(SPLIT_SEED, total))
     return order[count:].sort().values, order[:count].sort().values

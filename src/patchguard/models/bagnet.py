@@ -74,9 +74,15 @@ class BagNet(LocalModel):
         self, normalized: Float[Tensor, "batch 3 height width"]
     ) -> Float[Tensor, "batch classes rows columns"]:
         """Return the class scores of every cell: the last layer is applied before, not after, pooling."""
-        features = F.relu(self.bn1(self.conv2(self.conv1(normalized))), inplace=True)
-        features = self.layer4(self.layer3(self.layer2(self.layer1(features))))
-        return apply_linear_at_cells(self.fc, features)
+        return apply_linear_at_cells(self.fc, self.features(normalized))
+
+    def features(
+        self, normalized: Float[Tensor, "batch 3 height width"]
+    ) -> Float[Tensor, "batch channels rows columns"]:
+        """Return what the last layer reads at every cell."""
+        features: Tensor = F.relu(self.bn1(self.conv2(self.conv1(normalized))), inplace=True)
+        deep: Tensor = self.layer4(self.layer3(self.layer2(self.layer1(features))))
+        return deep
 
     def smallest_input(self) -> tuple[int, int]:
         """One field: a smaller image has no cell."""

@@ -64,7 +64,14 @@ class Srf(LocalModel):
         self, normalized: Float[Tensor, "batch 3 height width"]
     ) -> Float[Tensor, "batch classes rows columns"]:
         """Return the class scores of every cell."""
-        return apply_linear_at_cells(self.fc, self.blocks(F.relu(self.stem(normalized), inplace=True)))
+        return apply_linear_at_cells(self.fc, self.features(normalized))
+
+    def features(
+        self, normalized: Float[Tensor, "batch 3 height width"]
+    ) -> Float[Tensor, "batch channels rows columns"]:
+        """Return what the last layer reads at every cell."""
+        features: Tensor = self.blocks(F.relu(self.stem(normalized), inplace=True))
+        return features
 
     def keep_every(self, step: int) -> None:
         """Compute only each `step`-th cell of every row and column, the first included, until told otherwise.

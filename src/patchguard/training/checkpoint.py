@@ -35,8 +35,9 @@ def remove_drafts(folder: Path) -> None:
 
 
 def save(folder: Path, epoch: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> Path:
-    """Write the state after `epoch` epochs, then remove older ones."""
-    final = folder / f"checkpoint-{epoch:06d}"
+    """Write the state after `epoch` epochs, and `state["step"]` steps of the next one, then remove older ones."""
+    step = state.get("step", 0)
+    final = folder / (f"checkpoint-{epoch:06d}-{step:06d}" if step else f"checkpoint-{epoch:06d}")
     draft = folder / f".{final.name}.{os.getpid()}.draft"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)

@@ -9,8 +9,11 @@ import torch
 
 from patchguard.data.dataset import Dataset
 from patchguard.errors import InputError
-from patchguard.guard import Guard
+from patchguard.guard import Certificate, Guard, move, require_label
+from patchguard.guards.local import LocalGuard
+from patchguard.models.base import apply_linear_at_cells
 from patchguard.patch import Patch
+from patchguard.training.features import FeatureSet, require_last_layer
 
 CHUNK = 1000  # images that are turned from bytes into pixels together
 
@@ -49,7 +52,7 @@ class Accuracy:
         return f"clean {self.clean:.2%}, certified {self.certified:.2%} ({size} patch, {self.total} images)"
 
 
-def evaluate(guard: Guard, data: Dataset, patch: Patch) -> Accuracy:
+def evaluate(guard: Guard, data: Dataset | FeatureSet, patch: Patch) -> Accuracy:
     """Return the accuracy of `guard`, with the masks it has, on all images of `data`."""
     if len(data) == 0:
         raise InputError("`data` must hold at least one image to measure accuracy on.")
@@ -57,11 +60,23 @@ def evaluate(guard: Guard, data: Dataset, patch: Patch) -> Accuracy:
     with without_cudnn_benchmark():
         for start in range(0, len(data), CHUNK):
             part = data.subset(slice(start, start + CHUNK))
-            certificate = guard.certify(part.images.float() / 255, patch)
+            certificate = _certify(guard, part, patch)
             hits = certificate.label == part.targets
             correct += int(hits.sum())
             certified_correct += int((hits & certificate.certified).sum())
     return Accuracy(patch, len(data), correct, certified_correct)
+
+
+def _certify(guard: Guard, data: Dataset | FeatureSet, patch: Patch) -> Certificate:
+    """Return the certificates of a part; of features, by the last layer of the guard's network alone."""
+    if isinstance(data, Dataset):
+        return require_label(guard.certify(data.images.float() / 255, patch))
+    assert isinstance(guard, LocalGuard)
+    linear = require_last_layer(guard.model)
+    with torch.no_grad():
+        local_logits = apply_linear_at_cells(linear, data.features.to(linear.weight))
+    answer = guard.defense.certify(guard.evidence(local_logits), guard.windows(patch, *data.size))
+    return move(require_label(answer), data.targets.device)
 
 
 @contextmanager

@@ -3,17 +3,20 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeAlias, final
 
 import torch
-from jaxtyping import Int64, UInt8
+from jaxtyping import Float16, Int64, UInt8
 from torch import Tensor
 
 from patchguard.data.dataset import Dataset
 from patchguard.data.loading import iterate_batches
 from patchguard.data.source import Source
+from patchguard.training.features import FeatureSet
 
 Batch: TypeAlias = tuple[UInt8[Tensor, "batch 3 height width"], Int64[Tensor, " batch"]]
+FeatureBatch: TypeAlias = tuple[Float16[Tensor, "batch channels rows columns"], Int64[Tensor, " batch"]]
 
 MEMORY_FRACTION = 0.5  # that images may fill; the rest is for the network
 
@@ -35,12 +38,41 @@ class InMemoryLoader:
         """Return the first images."""
         return self.images[:count], self.targets[:count]
 
-    def epoch(self, number: int, batch_size: int, part: slice, generator: torch.Generator) -> Iterator[Batch]:
-        """Yield `part` of every full batch, in an order that is the first draw from `generator`."""
+    def epoch(
+        self, number: int, batch_size: int, part: slice, generator: torch.Generator, skip: int = 0
+    ) -> Iterator[Batch]:
+        """Yield `part` of every full batch after the first `skip`, in the order of a first draw from `generator`."""
         order = torch.randperm(self.count, generator=generator, device=self.targets.device)
-        for start in range(0, self.count - batch_size + 1, batch_size):
+        for start in range(skip * batch_size, self.count - batch_size + 1, batch_size):
             index = order[start : start + batch_size][part]
             yield self.images[index], self.targets[index]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FeatureLoader:
+    """Features of a frozen network, which may lie in a file, and targets."""
+
+    data: FeatureSet
+    device: torch.device
+
+    @property
+    def count(self) -> int:
+        """Return the number of images."""
+        return len(self.data)
+
+    def first(self, count: int) -> FeatureBatch:
+        """Return the first images."""
+        return self.data.features[:count].to(self.device), self.data.targets[:count].to(self.device)
+
+    def epoch(
+        self, number: int, batch_size: int, part: slice, generator: torch.Generator, skip: int = 0
+    ) -> Iterator[FeatureBatch]:
+        """Yield `part` of every full batch after the first `skip`, in the order of a first draw from `generator`."""
+        order = torch.randperm(self.count, generator=generator, device=generator.device).cpu()
+        for start in range(skip * batch_size, self.count - batch_size + 1, batch_size):
+            index = order[start : start + batch_size][part]
+            yield self.data.features[index].to(self.device), self.data.targets[index].to(self.device)
 
 
 @final
@@ -65,12 +97,14 @@ class StreamingLoader:
         images, targets = next(iterate_batches(some, size=self.size, batch_size=count, workers=0, seed=None))
         return images.to(self.device), targets.to(self.device)
 
-    def epoch(self, number: int, batch_size: int, part: slice, generator: torch.Generator) -> Iterator[Batch]:
-        """Yield `part` of every full batch, in an order that depends on the seed and the epoch alone."""
+    def epoch(
+        self, number: int, batch_size: int, part: slice, generator: torch.Generator, skip: int = 0
+    ) -> Iterator[Batch]:
+        """Yield `part` of every full batch after the first `skip`; the order depends on seed and epoch alone."""
         shuffled = iterate_batches(
             self.source, size=self.size, batch_size=batch_size, workers=self.workers, seed=self.seed, epoch=number
         )
-        for images, targets in shuffled:
+        for images, targets in islice(shuffled, skip, None):
             if len(targets) == batch_size:
                 yield images[part].to(self.device, non_blocking=True), targets[part].to(self.device, non_blocking=True)
 

@@ -15,6 +15,8 @@ from patchguard.errors import InputError
 from patchguard.training import checkpoint, curve
 from patchguard.training.curriculum import learning_rate, stage_at, stage_fractions
 from patchguard.training.evaluate import evaluate
+from patchguard.training.features import FeatureSet
+from patchguard.training.loaders import FeatureLoader
 from patchguard.training.recipe import read_recipe
 from patchguard.training.trainer import TIMED_STEPS, OnStep, Trainer
 
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 EVALUATIONS = 12  # before the last epoch
 EVALUATED = 2500  # images of each
+SAVING = 1.0  # seconds to leave for writing a checkpoint
 OnEpoch = Callable[[dict[str, Any]], None]
 
 
@@ -30,9 +33,10 @@ OnEpoch = Callable[[dict[str, Any]], None]
 class Budget:
     """How long a run may take, in seconds of the monotonic clock.
 
-    `started` is when the clock began. `stop` is when this call must end: training then stops after an epoch, with a
-    checkpoint. `plan` is the time that the whole schedule should fill, over one or several calls. `certified` is the
-    number of images to be certified after the last epoch; `plan` and `stop` leave time for them.
+    `started` is when the clock began. `stop` is when this call must end: training then stops after a step, with a
+    checkpoint (of several processes: after an epoch). `plan` is the time that the whole schedule should fill, over one
+    or several calls. `certified` is the number of images to be certified after the last epoch; `plan` leaves time for
+    them.
     """
 
     started: float
@@ -42,7 +46,7 @@ class Budget:
     checkpoint_every: float = 60.0
 
 
-def plan_epochs(trainer: Trainer, held_out: Dataset | None, budget: Budget) -> int:
+def plan_epochs(trainer: Trainer, held_out: Dataset | FeatureSet | None, budget: Budget) -> int:
     """Return how many epochs fit `budget.plan`, by timing some steps of every stage and one evaluation."""
     if not math.isfinite(budget.plan):
         raise InputError("`epochs` can only be chosen for a given time. Give `minutes`, or a number of epochs.")
@@ -65,9 +69,17 @@ def plan_epochs(trainer: Trainer, held_out: Dataset | None, budget: Budget) -> i
     return epochs
 
 
-def time_certificate(trainer: Trainer, held_out: Dataset | None) -> float:
+def time_certificate(trainer: Trainer, held_out: Dataset | FeatureSet | None) -> float:
     """Return the time to certify one image; a first pass traces the network and lets cuDNN choose its kernels."""
-    sample = (held_out or Dataset(*trainer.loader.first(500), trainer.guard.class_names)).subset(slice(0, 500))
+    count = 500 if trainer.device.type == "cuda" else 32
+    if held_out is None:
+        loader = trainer.loader
+        held_out = (
+            loader.data
+            if isinstance(loader, FeatureLoader)
+            else Dataset(*loader.first(count), trainer.guard.class_names)
+        )
+    sample = held_out.subset(slice(0, count))
     evaluate(trainer.guard, sample, trainer.recipe.patch)
     start = time.monotonic()
     evaluate(trainer.guard, sample, trainer.recipe.patch)
@@ -88,7 +100,7 @@ def run(
     *,
     epochs: int | None,
     budget: Budget,
-    held_out: Dataset | None = None,
+    held_out: Dataset | FeatureSet | None = None,
     on_epoch: OnEpoch = lambda record: None,
     on_step: OnStep = lambda progress: None,
     should_stop: Callable[[], bool] = lambda: False,
@@ -96,18 +108,18 @@ def run(
     """Train, from the latest checkpoint in `out` if there is one; return whether the last epoch was reached.
 
     `epochs=None` chooses their number once, by `plan_epochs`; a resumed run keeps it. `on_epoch` gets the record of
-    each epoch, `on_step` the fraction of training done after each step. Once `should_stop()`, the epoch is finished and
-    saved.
+    each epoch, `on_step` the fraction of training done after each step. Once `should_stop()`, the state after the step
+    is saved, and the next call continues with the next step.
 
     Among several processes, only the first one measures, reports and writes; all read `out`, which they must share.
     """
     out.mkdir(parents=True, exist_ok=True)
-    held_out = None if held_out is None else move_to_device(held_out, trainer)
+    held_out = move_to_device(held_out, trainer) if isinstance(held_out, Dataset) else held_out
     start, planned = resume(trainer, out)
     if planned is None:
         planned = plan_epochs(trainer, held_out, budget) if epochs is None else epochs
         planned = int(runtime.broadcast_from_first(planned, trainer.device))
-    first = runtime.rank() == 0
+    first, alone = runtime.rank() == 0, runtime.world_size() == 1
     every = max(1, planned // EVALUATIONS)
     saved = time.monotonic()
     best = checkpoint.Best(out)
@@ -115,37 +127,51 @@ def run(
         checkpoint.remove_drafts(out)
         checkpoint.trim_log(out, start)
         best.drop_after(start)
-    slowest = 0.0
+    began_step, per_evaluated, longest = time.monotonic(), 0.0, 0.0
+
+    def late() -> bool:
+        nonlocal began_step, longest
+        now = time.monotonic()
+        longest, began_step = max(longest, now - began_step), now
+        return should_stop() or now + longest + SAVING > budget.started + budget.stop
+
     for number in range(start, planned):
-        begun = time.monotonic()
+        begun = began_step = time.monotonic()
+        learned = trainer.run_epoch(number, planned, on_step, late if alone else lambda: False)
+        if learned is None:
+            save(trainer, out, number, planned)
+            return False
         record: dict[str, Any] = {
             "epoch": number + 1,
             "epochs": planned,
             "mask_step": stage_at(trainer.recipe, number / planned).mask_step,
             "lr": learning_rate(trainer.recipe.schedule, number / planned),
-            **trainer.run_epoch(number, planned, on_step),
+            **learned,
         }
         seconds = time.monotonic() - begun
         record["images_per_second"] = trainer.steps * trainer.batch_size / seconds
         if first and held_out is not None and (number + 1) % every == 0 and number + 1 < planned:
+            evaluated = time.monotonic()
             accuracy = evaluate(trainer.guard, held_out.subset(slice(0, EVALUATED)), trainer.recipe.patch)
+            per_evaluated = (time.monotonic() - evaluated) / accuracy.total
             record["held_out"] = accuracy.to_json()
             best.offer(trainer.guard.model, number + 1, accuracy)
         now = time.monotonic()
         record |= {"seconds": now - begun, "elapsed": now - budget.started}
-        record["seconds_left"] = (planned - number - 1) * seconds
-        slowest = max(slowest, now - begun)
-        late = should_stop() or now + slowest > budget.started + budget.stop
+        left = planned - number - 1
+        evaluations = 0 if held_out is None else left // every * min(EVALUATED, len(held_out))
+        record["seconds_left"] = left * seconds + (evaluations + budget.certified) * per_evaluated
         if first:
             with (out / checkpoint.LOG).open("a") as log:
                 log.write(json.dumps(record) + "\n")
             on_epoch(record)
-            if number + 1 == planned or late or now - saved >= budget.checkpoint_every:
-                save(trainer, out, number + 1, planned)
-                curve.write(out, trainer.recipe.name)
-                saved = time.monotonic()
+        stop = late()
+        if first and (number + 1 == planned or stop or now - saved >= budget.checkpoint_every):
+            save(trainer, out, number + 1, planned)
+            curve.write(out, trainer.recipe.name)
+            saved = time.monotonic()
         # Clocks differ: all processes stop when the first one does.
-        if runtime.broadcast_from_first(late, trainer.device) and number + 1 < planned:
+        if runtime.broadcast_from_first(stop, trainer.device) and number + 1 < planned:
             return False
     return True
 
@@ -156,12 +182,13 @@ def move_to_device(data: Dataset, trainer: Trainer) -> Dataset:
 
 
 def save(trainer: Trainer, out: Path, epoch: int, epochs: int) -> None:
-    """Write a checkpoint after `epoch` of `epochs` epochs."""
+    """Write a checkpoint after `epoch` of `epochs` epochs, and the steps of the next one that are done."""
     tensors = trainer.state()
     state = {
         "epoch": epoch,
         "epochs": epochs,
         "steps_done": trainer.steps_done,
+        "step": 0 if trainer.position is None else trainer.position.step,
         "recipe": trainer.recipe.to_json(),
         "tensors": sorted(tensors),
     }
@@ -179,6 +206,6 @@ def resume(trainer: Trainer, out: Path) -> tuple[int, int | None]:
         raise InputError(
             f"{out} holds a run with other settings ({', '.join(changed)}). Use another folder, or the same settings."
         )
-    trainer.restore(tensors, state["steps_done"])
+    trainer.restore(tensors, state["steps_done"], state.get("step", 0))
     logger.info("resuming after epoch %d of %d", state["epoch"], state["epochs"])
     return state["epoch"], state["epochs"]

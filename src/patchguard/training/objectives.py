@@ -27,6 +27,7 @@ from patchguard.runtime import derive_seed
 from patchguard.training import losses
 from patchguard.training.augment import BatchRandom, crop_quarter
 from patchguard.training.curriculum import Stage, plan_stages
+from patchguard.training.features import LastLayer, require_last_layer
 from patchguard.training.interval_loss import BoundedNetwork, sample_patches, worst_scores
 from patchguard.training.masks import coarsen, project_to_regions, sample_regions, subsample_boxes
 from patchguard.training.recipe import INTERVAL_BOUNDS, Recipe
@@ -41,9 +42,12 @@ _ANY = Windows.sliding(grid=(1, 1), size=(1, 1))  # until masks are fitted to a 
 @final
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What one step learns from, and how its answers are compared with the target."""
+    """What one step learns from, and how its answers are compared with the target.
 
-    images: Float[Tensor, "batch 3 height width"]
+    `images` are pixels, or the features of a frozen network.
+    """
+
+    images: Float[Tensor, "batch channels height width"]
     target: Int64[Tensor, " batch"]
     stage: Stage
     random: BatchRandom
@@ -140,6 +144,8 @@ class CellObjective(Objective):
         if loss.regions > 0 and not isinstance(model, Ablation):
             raise InputError(f"`loss.regions` must be 0 for {name}: it is not an ablation and sees whole images.")
         self.model = model
+        if self.recipe.model.freeze:
+            return LastLayer(require_last_layer(model))
         return model.backbone if isinstance(model, Ablation) and loss.regions > 0 else model
 
     def enter(self, stage: Stage) -> None:
@@ -150,10 +156,13 @@ class CellObjective(Objective):
     def compute(self, forward: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss on evidence maps, and the mean logits."""
         recipe, stage = self.recipe, batch.stage
-        pixels = self.preprocess(batch.images)
-        if stage.subsampled and isinstance(self.model, BagNet):
-            pixels = crop_quarter(pixels, derive_seed(recipe.seed, QUARTER, batch.step))
-        local_logits = self._local_logits(forward, pixels, batch.random).float()
+        if recipe.model.freeze:
+            local_logits = forward(batch.images)
+        else:
+            pixels = self.preprocess(batch.images)
+            if stage.subsampled and isinstance(self.model, BagNet):
+                pixels = crop_quarter(pixels, derive_seed(recipe.seed, QUARTER, batch.step))
+            local_logits = self._local_logits(forward, pixels, batch.random).float()
         plain = stage.mask_step is None
         with torch.autocast(self.device.type, enabled=False):
             loss = losses.combine(

@@ -50,11 +50,21 @@ class DataSettings(Settings, frozen=True, kw_only=True):
 
 @final
 class ModelSettings(Settings, frozen=True, kw_only=True):
-    """The network: its name in the registry, its own settings, and the trained model whose weights it starts from."""
+    """The network: its name in the registry, its own settings, and the trained model whose weights it starts from.
+
+    With `freeze`, only the last layer learns: features are computed once per image, without augmentation.
+    """
 
     name: str = "srf"
     settings: dict[str, Any] = field(default_factory=dict)
     init_from: str | None = None
+    freeze: bool = False
+
+    def __post_init__(self) -> None:
+        if self.freeze and self.init_from is None:
+            raise InputError(
+                "`model.freeze` needs trained features: set `model.init_from` to a model, or freeze=false."
+            )
 
 
 @final
@@ -364,14 +374,14 @@ def _validate(settings: dict[str, Any]) -> Recipe:
     for name in path:
         kind = next(each.type for each in kind.fields if each.name == name)
         value, default = value[name], default[name]
-    raise InputError(f"`{'.'.join(path)}` must be {_describe(kind, default)}; got {json.dumps(value)}.")
+    raise InputError(f"`{'.'.join(path)}` must be {describe_kind(kind, default)}; got {json.dumps(value)}.")
 
 
-def _describe(kind: Any, default: Any) -> str:
+def describe_kind(kind: Any, default: Any) -> str:
     """Return in words what values a setting takes."""
     match kind:
         case inspect.UnionType():
-            return " or ".join(_describe(each, default) for each in kind.types)
+            return " or ".join(describe_kind(each, default) for each in kind.types)
         case inspect.LiteralType():
             return f"one of {', '.join(map(str, kind.values))}"
         case inspect.IntType() | inspect.FloatType():

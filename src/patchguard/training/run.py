@@ -30,7 +30,9 @@ from patchguard.patch import Patch
 from patchguard.storage import zoo
 from patchguard.storage.atomic import write_json
 from patchguard.training import checkpoint, loop
+from patchguard.training.curriculum import stage_fractions
 from patchguard.training.evaluate import Accuracy, evaluate
+from patchguard.training.features import FeatureSet, OnFeatures, compute_features, features_of, remove_features
 from patchguard.training.loaders import fits_in_memory
 from patchguard.training.recipe import Recipe
 from patchguard.training.trainer import OnStep, Trainer
@@ -49,6 +51,7 @@ class Options:
     calls, or else `minutes`, after which this call stops with a checkpoint. `started` is when its clock began. `test`
     measures the test set as well: once per published model. `compile_mode` of None compiles on GPUs only. `limit` is
     the number of images to learn from. `deterministic` allows only kernels that give the same bits every time.
+    `estimate` measures, before a new run, how long it will take here, and logs it.
     """
 
     recipe: Recipe
@@ -62,6 +65,7 @@ class Options:
     compile_mode: str | None = None
     limit: int | None = None
     deterministic: bool = False
+    estimate: bool = False
     checkpoint_seconds: float = 60.0
     started: float = field(default_factory=time.monotonic)
 
@@ -101,6 +105,7 @@ def train(
     *,
     on_epoch: loop.OnEpoch = lambda record: None,
     on_step: OnStep = lambda progress: None,
+    on_features: OnFeatures = lambda done, total: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
     """Train, evaluate and save; return the summary, or None where the run stopped before its last epoch.
@@ -110,7 +115,9 @@ def train(
     if options.deterministic:
         runtime.use_deterministic_kernels()
     with runtime.process_group(runtime.resolve_device(options.device)) as device:
-        return _train(options, device, on_epoch=on_epoch, on_step=on_step, should_stop=should_stop)
+        return _train(
+            options, device, on_epoch=on_epoch, on_step=on_step, on_features=on_features, should_stop=should_stop
+        )
 
 
 def _train(options: Options, device: torch.device, **callbacks: Any) -> dict[str, Any] | None:
@@ -118,6 +125,10 @@ def _train(options: Options, device: torch.device, **callbacks: Any) -> dict[str
     if device.type == "cuda" and not options.deterministic:
         torch.backends.cudnn.benchmark = True
     train_set, held_out, test = load_data(options, device)
+    if recipe.model.freeze and not isinstance(train_set, Dataset):
+        raise InputError(
+            f"`model.freeze` needs the {len(train_set):,} images in memory. Read them smaller: --set image_size=64"
+        )
     mode = options.compile_mode or ("default" if device.type == "cuda" else "off")
     trainer = Trainer(recipe, train_set, device=device, compile_mode=None if mode == "off" else mode)
     parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
@@ -125,12 +136,34 @@ def _train(options: Options, device: torch.device, **callbacks: Any) -> dict[str
     patches = 1 + len(recipe.evaluation.other_patches)
     certified = (2 + patches) * len(held_out) + (0 if test is None else patches * len(test))
     begun = time.monotonic()
+    budget, on_features = options.budget(certified), callbacks.pop("on_features")
+    chosen_by: Dataset | FeatureSet = held_out
+    epochs = options.read_epochs()
+    if options.estimate and epochs is not None and not any(options.out.glob("*")):
+        estimate(trainer, train_set, epochs, certified)
+    if recipe.model.freeze and isinstance(train_set, Dataset):
+        settings = recipe.to_json()
+        sets = compute_features(
+            trainer.guard.model,
+            recipe.preprocess,
+            (train_set, held_out),
+            options.out,
+            key={name: settings[name] for name in ("data", "model", "guard")} | {"learned": len(train_set)},
+            on_features=on_features,
+            should_stop=lambda: (
+                callbacks["should_stop"]() or time.monotonic() + loop.SAVING > budget.started + budget.stop
+            ),
+        )
+        if sets is None:
+            return None
+        learned, chosen_by = sets
+        trainer.learn_from(learned)
     finished = loop.run(
         trainer,
         options.out,
-        epochs=options.read_epochs(),
-        budget=options.budget(certified),
-        held_out=held_out if len(held_out) else None,
+        epochs=epochs,
+        budget=budget,
+        held_out=chosen_by if len(held_out) else None,
         **callbacks,
     )
     if not finished or runtime.rank() > 0:
@@ -146,8 +179,32 @@ def _train(options: Options, device: torch.device, **callbacks: Any) -> dict[str
         "train_images": len(train_set),
         "training_seconds": time.monotonic() - begun,
     }
-    save_and_measure(trainer, options.out, held_out, test, summary)
+    save_and_measure(trainer, options.out, held_out, test, summary, chosen_by)
+    remove_features(options.out)
     return summary
+
+
+def estimate(trainer: Trainer, train_set: Dataset | Source, epochs: int, certified: int) -> None:
+    """Measure a few steps and certificates on this machine, and log how long the run will take."""
+    loader, features = trainer.loader, 0.0
+    sample = Dataset(*loader.first(trainer.batch_size), trainer.guard.class_names)
+    if trainer.recipe.model.freeze:
+        begun = time.monotonic()
+        computed = features_of(trainer.guard.model, trainer.recipe.preprocess, sample)
+        features = (time.monotonic() - begun) / len(sample) * len(train_set)
+        trainer.learn_from(FeatureSet(computed, sample.targets, sample.class_names, trainer.size))
+    step = sum(part * trainer.time_step(stage, 2) for stage, part in stage_fractions(trainer.recipe))
+    trainer.loader = loader
+    learning = epochs * trainer.steps * step
+    measuring = certified * loop.time_certificate(trainer, sample)
+    logger.info(
+        "training will take about %.1f min on this machine: features %.1f, %d epochs %.1f, measuring %.1f",
+        (features + learning + measuring) / 60,
+        features / 60,
+        epochs,
+        learning / 60,
+        measuring / 60,
+    )
 
 
 def load_data(options: Options, device: torch.device) -> tuple[Dataset | Source, Dataset, Dataset | None]:
@@ -175,16 +232,22 @@ def load_data(options: Options, device: torch.device) -> tuple[Dataset | Source,
 
 
 def save_and_measure(
-    trainer: Trainer, out: Path, held_out: Dataset, test: Dataset | None, summary: dict[str, Any]
+    trainer: Trainer,
+    out: Path,
+    held_out: Dataset,
+    test: Dataset | None,
+    summary: dict[str, Any],
+    chosen_by: Dataset | FeatureSet | None = None,
 ) -> None:
     """Save the guard, and add the accuracy of the saved file, rounded to float16, to the summary line by line."""
     recipe, path = trainer.recipe, out / f"{trainer.recipe.name}.safetensors"
     zoo.save(trainer.guard, path, recipe=recipe.to_json(), half=True)  # before anything else can go wrong
     summary |= {"file": path.name, "weights": "averaged"}
     held_out = loop.move_to_device(held_out, trainer)
+    chosen_by = chosen_by if isinstance(chosen_by, FeatureSet) else held_out
     if len(held_out):
         best = checkpoint.Best(out)
-        summary |= choose_weights(trainer, held_out, best.tensors()) | {"best": best.state()}
+        summary |= choose_weights(trainer, chosen_by, best.tensors()) | {"best": best.state()}
         zoo.save(trainer.guard, path, recipe=recipe.to_json(), half=True)
     guard = zoo.load(path)
     summary["digest"] = guard.digest
@@ -201,7 +264,7 @@ def save_and_measure(
             write_json(out / "summary.json", summary)
 
 
-def choose_weights(trainer: Trainer, held_out: Dataset, best: dict[str, Tensor] | None) -> dict[str, Any]:
+def choose_weights(trainer: Trainer, held_out: Dataset | FeatureSet, best: dict[str, Tensor] | None) -> dict[str, Any]:
     """Give the trainer's guard the weights (averaged, last, or best so far) with the best held-out score.
 
     The held-out accuracy of the chosen ones is then slightly optimistic; that of the test set is not.

@@ -4,6 +4,7 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
 import torch
@@ -18,7 +19,8 @@ from patchguard.errors import InputError
 from patchguard.runtime import derive_seed
 from patchguard.training.augment import BatchRandom, augment, color_jitter, mixup, random_resized_crop
 from patchguard.training.curriculum import Stage, learning_rate, plan_stages, stage_at
-from patchguard.training.loaders import make_loader
+from patchguard.training.features import FeatureSet
+from patchguard.training.loaders import FeatureLoader, InMemoryLoader, StreamingLoader, make_loader
 from patchguard.training.losses import CrossEntropy
 from patchguard.training.objectives import Batch, TrainableGuard, memory_format_of, objective_for
 from patchguard.training.pretrained import init_from, load_teacher
@@ -29,6 +31,16 @@ logger = logging.getLogger(__name__)
 _INIT, _EPOCH, _TRIAL = 0, 1, 2  # what a seed derived from the recipe's is for; objectives.py has 3
 WARMUP_STEPS, TIMED_STEPS = 3, 8
 OnStep: TypeAlias = Callable[[float], None]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Position:
+    """The middle of an epoch: its steps so far, the sums of their metrics, and the state of its random numbers."""
+
+    step: int
+    totals: Float[Tensor, "2"]
+    generator: UInt8[Tensor, " bytes"]
 
 
 @final
@@ -50,10 +62,12 @@ class Trainer:
         if len(data) < self.batch_size:
             raise InputError(
                 f"`optimizer.batch_size` must be at most the {len(data)} images to learn from; got {self.batch_size}. "
-                "Lower it: --set batch_size=..."
+                f"Lower it: --set batch_size={max(1, len(data) // 4)}"
             )
         self.size = recipe.source_size if isinstance(data, Source) else data.size
-        self.loader = make_loader(data, self.size, recipe.seed, device)
+        self.loader: InMemoryLoader | StreamingLoader | FeatureLoader = make_loader(
+            data, self.size, recipe.seed, device
+        )
         self.part = slice_of_batch(self.batch_size)
         self.objective = objective_for(recipe, self.size, device)
         with torch.random.fork_rng(devices=[]):
@@ -74,9 +88,14 @@ class Trainer:
         self.forward: Any = self.network
         self.optimizer = self._make_optimizer()
         self.steps_done = 0
+        self.position: Position | None = None
         self.compile_mode = compile_mode
         self.subsampled: bool | None = None  # no stage entered yet
         self._enter(plan_stages(recipe)[0])
+
+    def learn_from(self, data: FeatureSet) -> None:
+        """Learn from features of a frozen network in place of images."""
+        self.loader = FeatureLoader(data, self.device)
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
@@ -85,22 +104,36 @@ class Trainer:
         """Steps of one epoch; images that do not fill a batch wait for another epoch's draw."""
         return self.loader.count // self.batch_size
 
-    def run_epoch(self, number: int, epochs: int, on_step: OnStep = lambda progress: None) -> dict[str, float]:
+    def run_epoch(
+        self,
+        number: int,
+        epochs: int,
+        on_step: OnStep = lambda progress: None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> dict[str, float] | None:
         """Learn from every image once, as epoch `number` of `epochs`; return the mean loss and accuracy.
 
-        After every step, `on_step` gets the fraction of training that is done.
+        After every step, `on_step` gets the fraction of training that is done. Once `should_stop()`, the epoch ends in
+        the middle and None is returned: `position` then says where, and the next call continues there.
         """
         generator = self._generator(_EPOCH, number)
+        position, self.position = self.position, None
         random = BatchRandom(generator, self.batch_size, self.part)
         stage = stage_at(self.recipe, number / epochs)
         self._enter(stage)
         totals = torch.zeros(2, device=self.device)
-        done = 0
-        for images, target in self.loader.epoch(number, self.batch_size, self.part, generator):
+        done = 0 if position is None else position.step
+        for images, target in self.loader.epoch(number, self.batch_size, self.part, generator, done):
+            if position is not None:  # the order of the epoch is drawn by now
+                generator.set_state(position.generator)
+                totals, position = position.totals.to(self.device), None
             progress = (number + done / self.steps) / epochs
             totals += self.step(images, target, stage, learning_rate(self.recipe.schedule, progress), random)
             done += 1
             on_step((number + done / self.steps) / epochs)
+            if done < self.steps and should_stop():
+                self.position = Position(done, totals.cpu(), generator.get_state())
+                return None
         totals /= done
         runtime.average_over_processes(totals)
         loss, accuracy = totals.tolist()
@@ -112,13 +145,16 @@ class Trainer:
 
     def step(
         self,
-        pixels: UInt8[Tensor, "batch 3 height width"],
+        pixels: Tensor,
         target: Int64[Tensor, " batch"],
         stage: Stage,
         lr: float,
         random: BatchRandom,
     ) -> Float[Tensor, "2"]:
-        """Take one step; return loss and accuracy of the batch without waiting for the device."""
+        """Take one step on 8-bit images, or on features of a frozen network.
+
+        Returns loss and accuracy of the batch without waiting for the device.
+        """
         settings, max_norm = self.recipe.loss, self.recipe.optimizer.clip_grad_norm
         images = self._augment(pixels, random)
         soft_labels = None
@@ -149,6 +185,8 @@ class Trainer:
 
     def _augment(self, images: Tensor, random: BatchRandom) -> Tensor:
         settings = self.recipe.augmentation
+        if self.recipe.model.freeze:
+            return images.float()
         if settings.crop_scale is not None:
             pixels = random_resized_crop(images, random, scale=settings.crop_scale, flip=settings.flip)
         else:
@@ -258,10 +296,14 @@ class Trainer:
             for key, value in entries.items():
                 if isinstance(value, Tensor):
                     tensors[f"optimizer.{number}.{key}"] = value
+        if self.position is not None:
+            tensors |= {"position.totals": self.position.totals, "position.generator": self.position.generator}
         return tensors
 
-    def restore(self, tensors: dict[str, Tensor], steps_done: int) -> None:
-        """Restore what `state` returned after `steps_done` steps."""
+    def restore(self, tensors: dict[str, Tensor], steps_done: int, step: int = 0) -> None:
+        """Restore what `state` returned after `steps_done` steps, of which `step` belong to an unfinished epoch."""
+        if step:
+            self.position = Position(step, tensors["position.totals"], tensors["position.generator"])
         self.model.load_state_dict(_strip_prefix("model.", tensors))
         self.guard.model.load_state_dict(_strip_prefix("averaged.", tensors))
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]

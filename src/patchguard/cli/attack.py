@@ -14,6 +14,7 @@ from patchguard.cli.common import (
     Device,
     Evidence,
     Limit,
+    Masks,
     MixVersions,
     Model,
     PatchSpace,
@@ -73,6 +74,7 @@ def attack(
     evidence: Evidence = "",
     threshold: Threshold = "",
     tau: Tau = None,
+    masks: Masks = None,
     limit: Limit = None,
     only: Annotated[
         int | None, typer.Option(help="Attack only the image of this number, as in the run.", show_default=False)
@@ -116,6 +118,7 @@ def attack(
         evidence=evidence,
         threshold=threshold,
         tau=tau,
+        masks=masks,
         patch_space=patch_space,
         curve=False,
         alerts=True,

@@ -21,7 +21,9 @@ STOPPED = 130  # the exit status that a shell expects of a command that Ctrl-C e
 
 # -- options that mean the same in every command -----------------------------------------------------------------------
 
-DEFENSES = "RobustMasking, DoubleMasking, ClippedSum, MajorityVote, CellMasking, Median, TrimmedMean or Undefended"
+DEFENSES = (
+    "RobustMasking, DoubleMasking, ClippedSum, MajorityVote, CellMasking, Median, TrimmedMean, PixelMasks or Undefended"
+)
 
 Model = Annotated[str, typer.Option(help="A checkpoint that `patchguard models` lists, or a file.")]
 Data = Annotated[
@@ -47,6 +49,12 @@ Tau = Annotated[
         help="Lead, in units of evidence, that DoubleMasking asks of a mask that overrules the majority. "
         "Default: the model's, or 0 with another rule or evidence.",
         show_default=False,
+    ),
+]
+Masks = Annotated[
+    int | None,
+    typer.Option(
+        help="Masks along each axis for PixelMasks; more prove more and cost more. Default: 6.", show_default=False
     ),
 ]
 Limit = Annotated[int | None, typer.Option(help="Use only this many evenly spaced images.", show_default=False)]

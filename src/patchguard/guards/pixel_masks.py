@@ -17,7 +17,7 @@ from typing import Any, ClassVar, final
 import numpy as np
 import torch
 import torch.nn.functional as F
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from patchguard.data.images import validate_images
@@ -33,6 +33,7 @@ from patchguard.models.base import IMAGENET_MEAN, LocalModel
 from patchguard.patch import Patch
 
 Color = tuple[float, float, float]
+PIXEL_MASKS = "PixelMasks"  # the name of the rule in run.json and on the command line
 DRIFT = 1e-3  # of logits in float32, with room: other batches and devices round differently
 
 
@@ -98,7 +99,7 @@ class PixelMaskGuard(Guard):
         """Return the rule in JSON values."""
         return {
             "guard": self.kind,
-            "defense": "PixelMasks",
+            "defense": PIXEL_MASKS,
             "detects": self.detects,
             "defends": True,
             "masks": len(self.masks.boxes),
@@ -211,6 +212,13 @@ class PixelMaskGuard(Guard):
         """Return the position of that number; there are no cells."""
         top, left = divmod(weakest, width - patch.width + 1)
         return (top, left, patch.height, patch.width), None
+
+    def differentiable_logits(self, images: Images) -> Float[Tensor, "batch classes masks 1"]:
+        """Return the scores behind each single mask with their graph: what most masks say is what attacks must move."""
+        rounds = MaskRounds(self.classifier, self.masks, self.fill, images)
+        pairs = [(image, mask, mask) for image in range(len(images)) for mask in range(len(self.masks.boxes))]
+        scores = self.classifier.differentiate(rounds.hide(pairs))
+        return scores.view(len(images), -1, self.classes).transpose(1, 2).unsqueeze(3)
 
     def to(self, device: torch.device | str) -> "PixelMaskGuard":
         """Move a torch module to a device."""

@@ -11,6 +11,8 @@ from patchguard import runtime
 from patchguard.data.source import Source
 from patchguard.errors import InputError
 from patchguard.guard import Guard, Plan
+from patchguard.guards.local import LocalGuard
+from patchguard.guards.pixel_masks import PIXEL_MASKS, PixelMaskGuard, defend
 from patchguard.patch import Patch, Space
 from patchguard.runs.images import align_classes, digest_source, find_usual_size
 from patchguard.runs.summary import CertifySettings, split_rule
@@ -166,13 +168,15 @@ def prepare(
     patch_space: str = "source",
     curve: bool = True,
     alerts: bool = False,
+    masks: int | None = None,
 ) -> Job:
     """Load the model, and check that it, the images, the patches and the defense fit together.
 
     `model` is a name, a path or a `Guard`, and `data` what the user calls the images. `patch_space` is where patches
     lie: in the "source" images, or in the network's "input": images are then resized and cropped first, rounded to 8
     bits, and taken for the source. `curve` is whether other sizes of the patch are certified, too, and `alerts` whether
-    the guard may be one that promises the label or an alert.
+    the guard may be one that promises the label or an alert. `masks` is how many masks lie along each axis for the
+    defense PixelMasks, which takes the network as a whole.
     """
     written = read_patches(patches)
     if patch_space not in get_args(Space):
@@ -189,7 +193,13 @@ def prepare(
     size = find_usual_size(source)
     written = written or (choose_default_patch(recipe, size),)
     in_pixels = [patch.at(*size) for patch in written]
-    guard = loaded.override(defense=defense, evidence=evidence, threshold=threshold, tau=tau)
+    if masks is not None and defense != PIXEL_MASKS:
+        raise InputError(f"`--masks` is for --defense {PIXEL_MASKS}. Leave it out.")
+    if defense == PIXEL_MASKS:
+        guard: Guard = _mask_pixels(loaded, in_pixels[0], size, masks)
+        guard = guard.override(evidence=evidence, threshold=threshold, tau=tau)
+    else:
+        guard = loaded.override(defense=defense, evidence=evidence, threshold=threshold, tau=tau)
     if guard.detects and not alerts:
         raise InputError(
             f"the defense must prove labels; {guard.settings()['defense']} only detects attacks. Use it from Python, "
@@ -216,6 +226,13 @@ def prepare(
     if certificates is not None:
         _check_certificates(job)
     return job
+
+
+def _mask_pixels(guard: Guard, patch: Patch, size: tuple[int, int], masks: int | None) -> PixelMaskGuard:
+    """Return masks on pixels around the network of a guard with cells."""
+    if not isinstance(guard, LocalGuard):
+        raise InputError(f"`--defense {PIXEL_MASKS}` needs a model with cells; this one is {type(guard).__name__}.")
+    return defend(guard, patch, size=size, masks=6 if masks is None else masks)
 
 
 def _check_certificates(job: Job) -> None:

@@ -23,18 +23,17 @@ def _one_thread() -> object:
 
 def test_a_folder_of_photos_becomes_a_model_a_card_and_a_certified_report(tmp_path: Path) -> None:
     photos, out = write_stripes(tmp_path / "photos", train=48, test=10), tmp_path / "mine"
-    command = ["train", "--data", str(photos), "--out", str(out), "--device", "cpu"]
+    command = ["train", "--data", str(photos), "--out", str(out), "--device", "cpu", "--set", "epochs=4"]
     stopped = CliRunner().invoke(app, [*command, "--minutes", "0"])
     assert stopped.exit_code == 0, stopped.output
     assert "48 photos of 3 classes" in stopped.stderr
     assert "min on this machine" in stopped.stderr
     assert "the same command resumes" in stopped.stderr
     assert not (out / "summary.json").exists()
-    # All 60 epochs of a few steps each.
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     epochs = [json.loads(line)["epoch"] for line in (out / "log.jsonl").read_text().splitlines()]
-    assert epochs == list(range(1, 61))
+    assert epochs == [1, 2, 3, 4]
     assert zoo.load(out / "own_photos.safetensors").class_names == ("lying", "none", "standing")
     assert json.loads((out / "certified" / "summary.json").read_text())["images"] == 10
     assert (out / "certified" / "report.html").exists()

@@ -196,12 +196,17 @@ class OnnxFile:
         try:
             import onnxruntime
         except ImportError:
-            raise InputError("onnxruntime must be installed to run ONNX files: pip install onnxruntime.") from None
+            raise InputError(
+                "onnxruntime must be installed to run ONNX files: pip install 'patchguard[onnx]'."
+            ) from None
         try:
             content = Path(path).read_bytes()
         except OSError as error:
             raise InputError(f"`classifier` must be an ONNX file; got {path}: {error.strerror}.") from None
-        self.session = onnxruntime.InferenceSession(content)
+        try:
+            self.session = onnxruntime.InferenceSession(content)
+        except Exception as error:  # its own classes derive from Exception alone
+            raise InputError(f"`classifier` must be an ONNX file that onnxruntime can read; {path}: {error}.") from None
         self.input = self.session.get_inputs()[0].name
         self.digest = hashlib.sha256(content).hexdigest()
 

@@ -214,7 +214,7 @@ def test_the_embedded_model_is_small_and_the_others_fit_their_folder() -> None:
 
 NOT_RUN = "# Not run: "  # the first line of a block that cannot run here, with the reason
 NOT_RUN_BLOCKS = 0
-SLOW_PAGES = ("attacks.md", "check_a_certificate.md")
+SLOW_PAGES = ("README.md", "attacks.md", "check_a_certificate.md", "defend_your_classifier.md")
 
 
 class Block(NamedTuple):

@@ -1,8 +1,10 @@
 """Rounds of masked images: what is asked, how often, and how far drift moves a confidence."""
 
+import pytest
 import torch
 from torch import nn
 
+from patchguard.errors import InputError
 from patchguard.geometry.mask_sets import MaskSet
 from patchguard.guards.classifier import Classifier
 from patchguard.guards.mask_rounds import MaskRounds
@@ -56,6 +58,27 @@ def test_black_and_white_masks_are_taken_and_one_image_shows_that_a_size_is() ->
     guard.prepare(12, 18)
     assert network.images == 1
     assert guard.certify(make_images(1), Patch(3)).margin.isfinite().all()
+
+
+def test_scores_that_tie_prove_nothing_however_small_the_patch() -> None:
+    guard = defend(lambda images: torch.zeros(len(images), 3), Patch(3), size=(12, 18), masks=2, drift=0.0)
+    images = make_images(2)
+    assert guard.certify(images, Patch(1)).margin.tolist() == [0.0, 0.0]
+    assert guard.largest_certified_patch(images).tolist() == [0, 0]
+
+
+def test_pixels_outside_0_to_1_are_refused_by_every_question() -> None:
+    guard = defend(Thirds(), Patch(3), size=(12, 18), masks=2)
+    for ask in (guard.predict, lambda images: guard.certify(images, Patch(3)), guard.largest_certified_patch):
+        with pytest.raises(InputError, match=r"must lie in \[0, 1\]"):
+            ask(make_images(2) + 1.5)
+
+
+def test_the_model_is_the_torch_module_and_a_function_has_none() -> None:
+    network = Thirds()
+    assert defend(network, Patch(3), size=(12, 18), masks=2).model is network
+    with pytest.raises(AttributeError, match="no torch module"):
+        _ = defend(lambda images: images.mean((2, 3)), Patch(3), size=(12, 18), masks=2).model
 
 
 def test_a_confidence_moves_with_the_drift_of_its_scores_as_far_as_the_bounds_say_and_no_farther() -> None:

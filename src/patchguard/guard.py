@@ -231,6 +231,11 @@ class Guard(ABC):
         return False
 
     @property
+    def most_passes(self) -> int:
+        """Passes of the network that one image can take: a run takes fewer images at once, and says so beforehand."""
+        return 1
+
+    @property
     @abstractmethod
     def classes(self) -> int:
         """Number of classes."""

@@ -15,6 +15,7 @@ from patchguard.attacks.base import (
     PatchedImages,
     Positions,
     Victim,
+    offers_gradients,
     require_integer,
 )
 from patchguard.attacks.baselines import search_black_box
@@ -83,7 +84,7 @@ class Adaptive(Attack):
     ) -> PatchedImages:
         """Attack the weakest window, then random positions."""
         count = self.locations * self.restarts
-        if not isinstance(victim, DifferentiableVictim):
+        if not offers_gradients(victim):
             return search_black_box(victim, images, target, patch, aim, draws, self.steps * count)
         height, width = images.shape[-2:]
         size = gradient_batch_size(victim, images, self.half)

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, final, runtime_checkable
+from typing import Protocol, TypeAlias, TypeGuard, final, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int64
@@ -46,6 +46,11 @@ class DifferentiableVictim(Victim, Protocol):
     def differentiable_logits(self, images: Images) -> Float[Tensor, "batch classes rows columns"]:
         """Return the local logits, with gradients to `images`."""
         ...
+
+
+def offers_gradients(victim: Victim) -> TypeGuard[DifferentiableVictim]:
+    """Whether gradients flow from the victim's answers to pixels; around a black box, a guard says that none do."""
+    return isinstance(victim, DifferentiableVictim) and getattr(victim, "differentiable", True)
 
 
 def find_device(victim: Victim, images: Tensor) -> torch.device:

@@ -15,6 +15,7 @@ from patchguard.attacks.base import (
     PatchedImages,
     Positions,
     Victim,
+    offers_gradients,
     require_choice,
     require_integer,
 )
@@ -82,7 +83,7 @@ class PatchPGD(Attack):
     ) -> PatchedImages:
         """Attack every location, from every start."""
         count = self.locations * self.restarts
-        if not isinstance(victim, DifferentiableVictim):
+        if not offers_gradients(victim):
             return search_black_box(victim, images, target, patch, aim, draws, self.steps * count)
         goal = Goal(target=target, aim=aim)
         size = gradient_batch_size(victim, images, self.half)

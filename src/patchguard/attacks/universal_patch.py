@@ -16,7 +16,6 @@ from torch import Tensor
 
 from patchguard.attacks.base import (
     Attack,
-    DifferentiableVictim,
     Draws,
     Images,
     PatchedImages,
@@ -24,6 +23,7 @@ from patchguard.attacks.base import (
     Victim,
     find_device,
     gradient_precision,
+    offers_gradients,
     patch_mask,
     require_integer,
     round_to_8_bits,
@@ -87,7 +87,7 @@ def learn_patch(
     height, width = images.shape[-2:]
     patch.check_fits(height, width)
     require_integer("steps", steps)
-    if not isinstance(victim, DifferentiableVictim):
+    if not offers_gradients(victim):
         raise InputError(f"`victim` must offer gradients (`differentiable_logits`); got {type(victim).__name__}.")
     bounds = transformations or Transformations()
     device = find_device(victim, images)

@@ -97,6 +97,7 @@ def attack(
     from patchguard import runtime
     from patchguard.attacks import build
     from patchguard.runs.attack import Trial, refute
+    from patchguard.runs.engine import describe_cost
     from patchguard.runs.images import open_sources
     from patchguard.runs.job import prepare
 
@@ -143,6 +144,7 @@ def attack(
         "evidence": evidence,
         "threshold": threshold,
         "tau": tau,
+        "masks": masks,
         "limit": limit,
         "device": device,
     }
@@ -159,6 +161,8 @@ def attack(
     names = [plain_name(job.model), plain_name(job.data), plain_name(attack), *([] if only is None else [str(only)])]
     folder = out or Path("runs") / "-".join(names)
     shown_here, total = runtime.rank() == 0, len(job.source)
+    if shown_here and (cost := describe_cost(job, device)):
+        typer.echo(f"{cost}; the attack comes on top", err=True)
     with resumable(folder), show_progress("attacking", total, unit="images", shown=shown_here) as progress:
         outcome = refute(
             trial,

@@ -76,6 +76,7 @@ def certify(
     """
     from patchguard import runtime
     from patchguard.runs.certify import certify as certify_all
+    from patchguard.runs.engine import describe_cost
     from patchguard.runs.images import open_sources
     from patchguard.runs.job import prepare
 
@@ -98,6 +99,8 @@ def certify(
     if certificates is not None:
         _make_folder(certificates)
     shown_here, total = runtime.rank() == 0, len(job.source)
+    if shown_here and (cost := describe_cost(job, device)):
+        typer.echo(cost, err=True)
     with resumable(folder), show_progress("certifying", total, unit="images", shown=shown_here) as progress:
         outcome = certify_all(
             job,

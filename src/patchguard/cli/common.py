@@ -54,7 +54,8 @@ Tau = Annotated[
 Masks = Annotated[
     int | None,
     typer.Option(
-        help="Masks along each axis for PixelMasks; more prove more and cost more. Default: 6.", show_default=False
+        help="Masks along each axis for PixelMasks, 2 to 6: more prove more and cost more. Default: 6.",
+        show_default=False,
     ),
 ]
 Limit = Annotated[int | None, typer.Option(help="Use only this many evenly spaced images.", show_default=False)]

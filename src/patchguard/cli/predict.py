@@ -5,7 +5,17 @@ from typing import Annotated, Any
 
 import typer
 
-from patchguard.cli.common import BatchSize, Device, Model, Root, describe_classes, screen, shown
+from patchguard.cli.common import (
+    DEFENSES,
+    BatchSize,
+    Device,
+    Masks,
+    Model,
+    Root,
+    describe_classes,
+    screen,
+    shown,
+)
 
 
 def predict(
@@ -16,6 +26,8 @@ def predict(
         list[str] | None,
         typer.Option(help="Also say whether a patch of 5, 24x88 or 2% could change the label; may be repeated."),
     ] = None,
+    defense: Annotated[str, typer.Option(help=f"Use another defense: {DEFENSES}.")] = "",
+    masks: Masks = None,
     batch_size: BatchSize = None,
     device: Device = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per image, as it is done.")] = False,
@@ -25,14 +37,19 @@ def predict(
     Exit status 0: at least one image can be labeled. 1: none can.
     """
     from patchguard.runs.certify import predict as predict_all
+    from patchguard.runs.engine import describe_cost
     from patchguard.runs.images import open_sources
     from patchguard.runs.job import prepare
 
     source = open_sources(images, root, labeled=False)
-    job = prepare(source=source, data=images[0], model=model, patches=patch or (), curve=False)
+    job = prepare(
+        source=source, data=images[0], model=model, patches=patch or (), defense=defense, masks=masks, curve=False
+    )
     typer.echo(f"model: {shown(str(job.file))}", err=True)
     if note := describe_classes(job.guard.class_names, labeled=False):
         typer.echo(shown(note), err=True)
+    if patch and (cost := describe_cost(job, device)):
+        typer.echo(cost, err=True)
     keys = [written.key for written in job.patches] if patch else []
     answers = []
     for record in predict_all(job, proofs=bool(keys), device=device, batch_size=batch_size):

@@ -8,7 +8,8 @@ C. Xiang, S. Mahloujifar, P. Mittal, "PatchCleanser: certifiably robust defense 
 image classifier", USENIX Security 2022. Statement and proof: docs/theory.md, "Masks on pixels", in these symbols.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,12 +22,14 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from patchguard.data.images import validate_images
+from patchguard.defenses import serialization
 from patchguard.defenses.ties import argmax
 from patchguard.errors import InputError
 from patchguard.geometry.mask_sets import MaskSet
+from patchguard.geometry.preprocess import Preprocess
 from patchguard.guard import Box, Certificate, Examination, Guard, Images, Plan, Prediction, bisect_sides
 from patchguard.guards.classifier import Classifier, Function, WholeNetwork, wrap_classifier
-from patchguard.guards.identity import canonical, digest_tensors
+from patchguard.guards.identity import canonical, describe_model, digest_tensors
 from patchguard.guards.local import LocalGuard
 from patchguard.guards.mask_rounds import MaskRounds, Pair, PairLeads
 from patchguard.models.base import IMAGENET_MEAN, LocalModel
@@ -82,6 +85,11 @@ class PixelMaskGuard(Guard):
         return self.classifier.classes
 
     @property
+    def most_passes(self) -> int:
+        """One for the image as it is, one for each mask, one for each pair of them."""
+        return 1 + len(self.masks.boxes) * (len(self.masks.boxes) + 1) // 2
+
+    @property
     def model(self) -> nn.Module:  # type: ignore[override]
         """The network, where the classifier is a torch module."""
         module = self.classifier.module
@@ -106,6 +114,56 @@ class PixelMaskGuard(Guard):
             "fill": [float(value) for value in self.fill],
             "drift": float(self.drift),
         }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what makes the answers, besides the network's tensors; for networks of this package alone."""
+        network = self._require_network("saved to a model file")
+        rule = {
+            "name": PIXEL_MASKS,
+            "size": list(self.masks.size),
+            "masks": [list(box) for box in self.masks.boxes],
+            "per_axis": self.masks.per_axis,
+            "fill": [float(value) for value in self.fill],
+            "drift": float(self.drift),
+        }
+        described = describe_model(network.network, self.class_names)
+        return {**described, "preprocess": network.preprocess.to_json(), "evidence": None, "defense": rule}
+
+    @classmethod
+    def from_json(
+        cls, model: LocalModel, settings: Mapping[str, Any], class_names: tuple[str, ...]
+    ) -> "PixelMaskGuard":
+        """Return the guard that `to_json` described; refuse anything else."""
+        rule = serialization.exactly(
+            settings["defense"], "defense", ("name", "size", "masks", "per_axis", "fill", "drift")
+        )
+        height, width = _read_whole(rule["size"], "defense.size", 2)
+        boxes = [_read_whole(box, "defense.masks", 4) for box in serialization.sequence(rule["masks"], "defense.masks")]
+        color = serialization.sequence(rule["fill"], "defense.fill")
+        if len(color) != 3:
+            raise InputError(f"`defense.fill` must be red, green and blue; got {len(color)} numbers.")
+        red, green, blue = (serialization.number(value, "defense.fill") for value in color)
+        masks = MaskSet(
+            (height, width),
+            tuple((top, left, rows, columns) for top, left, rows, columns in boxes),
+            serialization.whole(rule["per_axis"], "defense.per_axis"),
+        )
+        network = WholeNetwork(Preprocess.from_json(settings["preprocess"]), model)
+        return cls(
+            classifier=Classifier(function=network.eval(), classes=model.classes),
+            masks=masks,
+            fill=(red, green, blue),
+            drift=serialization.number(rule["drift"], "defense.drift"),
+            class_names=class_names,
+        )
+
+    def _require_network(self, purpose: str) -> WholeNetwork:
+        if not isinstance(self.classifier.function, WholeNetwork):
+            raise InputError(
+                f"`classifier` must be a network of this package to be {purpose}; got "
+                f"{type(self.classifier.function).__name__}. Keep the classifier yourself and call `defend` again."
+            )
+        return self.classifier.function
 
     # -- the two verbs -------------------------------------------------------------------------------------------------
 
@@ -189,6 +247,7 @@ class PixelMaskGuard(Guard):
     def examine(self, images: Images, plan: Plan) -> Examination:
         """As `Guard` says; whatever uses the same masks shares its rounds."""
         answers: dict[MaskSet, Answers] = {}
+        began = time.perf_counter()
 
         def find(guard: Guard) -> Answers:
             assert isinstance(guard, PixelMaskGuard)
@@ -202,6 +261,7 @@ class PixelMaskGuard(Guard):
             certificates=tuple(find(task.guard).certificate(task.patch) for task in plan.tasks),
             largest=own.largest(plan.largest) if plan.largest else None,
             details=answers,
+            seconds=time.perf_counter() - began,  # nearly all of it is the classifier's
         )
 
     def undefended(self, images: Images) -> Int64[Tensor, " batch"]:
@@ -219,6 +279,20 @@ class PixelMaskGuard(Guard):
         pairs = [(image, mask, mask) for image in range(len(images)) for mask in range(len(self.masks.boxes))]
         scores = self.classifier.differentiate(rounds.hide(pairs))
         return scores.view(len(images), -1, self.classes).transpose(1, 2).unsqueeze(3)
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether `differentiable_logits` works: the classifier is a torch module."""
+        return self.classifier.module is not None
+
+    def to_network_pixels(self, images: Images) -> Images:
+        """Return the images as the network reads them; for networks of this package alone."""
+        return self._require_network("given images after resizing").preprocess(images)
+
+    def without_preprocess(self) -> "PixelMaskGuard":
+        """Return the guard for images that are already preprocessed; for networks of this package alone."""
+        network = WholeNetwork(Preprocess(), self._require_network("given images after resizing").network)
+        return replace(self, classifier=replace(self.classifier, function=network.eval()))
 
     def to(self, device: torch.device | str) -> "PixelMaskGuard":
         """Move a torch module to a device."""
@@ -322,6 +396,13 @@ def find_believed(rounds: MaskRounds, deviating: Sequence[tuple[int, int]]) -> l
 
     rounds.ask_in_turn(questions, hear)
     return believed
+
+
+def _read_whole(value: object, name: str, count: int) -> list[int]:
+    numbers = [serialization.whole(each, name) for each in serialization.sequence(value, name)]
+    if len(numbers) != count:
+        raise InputError(f"`{name}` must hold {count} whole numbers each; got {len(numbers)}.")
+    return numbers
 
 
 def _validate_drift(drift: float) -> None:

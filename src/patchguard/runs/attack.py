@@ -35,6 +35,7 @@ from patchguard.runs.engine import (
     check_complete,
     check_images,
     open_run,
+    plan_picture,
     resolve_device,
     worker_pool,
 )
@@ -199,7 +200,7 @@ def _show(engine: Engine[Hunt], path: Path, chosen: tuple[str, Record], plan: Pl
         return None
     both = Batch((record["index"],) * 2, torch.stack([original, attacked]))
     plan = _keep_first_task(plan)
-    examination = engine.examine(both, plan)
+    examination = engine.examine(both, plan_picture(plan))
     return gallery.show_attacked(group, record, original, attacked, engine.job.guard, examination, plan.tasks[0])
 
 

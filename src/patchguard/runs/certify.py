@@ -20,6 +20,7 @@ from patchguard.runs.engine import (
     check_complete,
     check_images,
     open_run,
+    plan_picture,
     resolve_device,
     split_into_blocks,
     worker_pool,
@@ -124,9 +125,8 @@ def _show(engine: Engine[CertifyTally], chosen: tuple[str, Record], plan: Plan |
         return None
     if isinstance(plan, str) or image_digest(image) != record["image"]:
         return None
-    short = replace(plan, tasks=plan.tasks[:1], curve=(), largest=0)
-    examination = engine.examine(Batch((record["index"],), image[None]), short)
-    return gallery.show_certified(group, record, image, engine.job.guard, examination, short.tasks[0])
+    examination = engine.examine(Batch((record["index"],), image[None]), plan_picture(plan))
+    return gallery.show_certified(group, record, image, engine.job.guard, examination, plan.tasks[0])
 
 
 # -- what records say --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import Empty, Full, Queue
 from typing import Generic, Protocol, TypeAlias, TypeVar, final, runtime_checkable
 
@@ -28,12 +28,15 @@ from patchguard.data.loading import iterate_images
 from patchguard.data.source import Source
 from patchguard.errors import InputError
 from patchguard.guard import Examination, Plan
+from patchguard.runs.images import find_usual_size
 from patchguard.runs.job import Job
 from patchguard.runs.records import Appender, Folder, Record, lock_folder
 from patchguard.runs.summary import Run, Schema, Seconds
 from patchguard.storage.certificate_file import image_digest
 
 BATCH_SIZE = {"cpu": 16, "cuda": 512}
+PASSES = {"cpu": 16, "cuda": 2**14}  # of the network in one batch, where an image can take many
+TIMED = 8  # images whose passes are timed before a long run
 PLANS = 256  # sizes of images whose plans are kept
 PREFETCH = 3  # batches that are decoded before they are needed
 
@@ -96,11 +99,33 @@ def resolve_device(job: Job, device: str, batch_size: int | None) -> tuple[torch
     chosen = runtime.resolve_device(device)
     if chosen.type == "cuda" and chosen.index is None and runtime.world_size() > 1:
         chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    size = BATCH_SIZE.get(chosen.type, BATCH_SIZE["cuda"]) if batch_size is None else batch_size
+    most, passes = (each.get(chosen.type, each["cuda"]) for each in (BATCH_SIZE, PASSES))
+    # A record is written when its batch is done: images that take long come few at a time.
+    size = min(most, max(1, passes // job.guard.most_passes)) if batch_size is None else batch_size
     if size < 1:
         raise InputError(f"`--batch-size` must be a whole number, 1 or more; got {batch_size}.")
     job.guard.to(chosen)
     return chosen, size
+
+
+def describe_cost(job: Job, device: str) -> str:
+    """Return how long images can take here, measured; "" for guards that run their network once per image."""
+    passes, (height, width) = job.guard.most_passes, find_usual_size(job.source)
+    if passes == 1:
+        return ""
+    chosen, _ = resolve_device(job, device, None)
+    images = torch.zeros(TIMED, 3, height, width, device=chosen)
+    took = 0.0
+    for _ in range(2):  # the first call also pays for what is done once
+        began = time.perf_counter()
+        labels = job.guard.undefended(images)
+        _ = None if labels is None else labels.tolist()  # waits for the device
+        took = (time.perf_counter() - began) / TIMED
+    return (
+        f"a proof takes up to {passes:,} passes of the network per image, {1000 * took:.1f} ms each here: up to "
+        f"{passes * took:.1f} s per image and {passes * took * len(job.source):,.0f} s for {len(job.source):,}; images "
+        "that are not certified take fewer"
+    )
 
 
 def check_complete(counts: Counts, job: Job, folder: Folder, verb: str) -> None:
@@ -390,6 +415,12 @@ class Engine(Generic[Counted]):
             for row, reason in examination.failures.items()
             for failure in batch.fail(reason, [row])
         ]
+
+
+def plan_picture(plan: Plan) -> Plan:
+    """Return what is computed anew for the picture of an image; no proof where that takes many passes."""
+    tasks = plan.tasks[:1] if plan.guard.most_passes == 1 else ()
+    return replace(plan, tasks=tasks, curve=(), largest=0)
 
 
 def error_text(error: InputError) -> str:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, final, get_args
@@ -10,6 +10,7 @@ from typing import Any, final, get_args
 from patchguard import runtime
 from patchguard.data.source import Source
 from patchguard.errors import InputError
+from patchguard.geometry.mask_sets import MaskSet
 from patchguard.guard import Guard, Plan
 from patchguard.guards.local import LocalGuard
 from patchguard.guards.pixel_masks import PIXEL_MASKS, PixelMaskGuard, defend
@@ -229,9 +230,12 @@ def prepare(
 
 
 def _mask_pixels(guard: Guard, patch: Patch, size: tuple[int, int], masks: int | None) -> PixelMaskGuard:
-    """Return masks on pixels around the network of a guard with cells."""
+    """Return masks on pixels around the whole network of a guard."""
+    if isinstance(guard, PixelMaskGuard):
+        per_axis = guard.masks.per_axis if masks is None else masks
+        return replace(guard, masks=MaskSet.covering(size, patch, per_axis))
     if not isinstance(guard, LocalGuard):
-        raise InputError(f"`--defense {PIXEL_MASKS}` needs a model with cells; this one is {type(guard).__name__}.")
+        raise InputError(f"`--defense {PIXEL_MASKS}` needs a network with logits; got {type(guard).__name__}.")
     return defend(guard, patch, size=size, masks=6 if masks is None else masks)
 
 

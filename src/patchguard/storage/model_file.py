@@ -21,6 +21,7 @@ from patchguard.guard import Guard
 from patchguard.guards.identity import FORMAT, canonical, collect_tensors, digest_tensors
 from patchguard.guards.interval import INTERVAL, IntervalGuard
 from patchguard.guards.local import LocalGuard
+from patchguard.guards.pixel_masks import PIXEL_MASKS, PixelMaskGuard
 from patchguard.models.base import LocalModel
 from patchguard.storage.atomic import replace_file
 
@@ -87,7 +88,12 @@ def read(path: Path) -> Guard:
     with torch.random.fork_rng(devices=[]):  # first weights are drawn at random, then replaced
         model = models.build(settings["model"]["name"], **settings["model"]["settings"])
     model.load_state_dict(tensors, strict=True)
-    kind: type[IntervalGuard | LocalGuard[Any]] = IntervalGuard if settings["defense"] == INTERVAL else LocalGuard
+    rule = settings["defense"]
+    kind: type[IntervalGuard | PixelMaskGuard | LocalGuard[Any]] = LocalGuard
+    if rule == INTERVAL:
+        kind = IntervalGuard
+    elif isinstance(rule, dict) and rule.get("name") == PIXEL_MASKS:
+        kind = PixelMaskGuard
     return kind.from_json(model.eval(), settings, names)
 
 

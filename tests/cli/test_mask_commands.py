@@ -77,6 +77,9 @@ def test_a_run_says_what_it_costs_and_records_what_the_guard_answers(model, phot
     assert (settings["defense"], settings["rule"]["masks"]) == ("PixelMasks", 4)
     again = run("certify", "--model", model, "--data", photos, *MASKED, "--out", out)
     assert "already complete" in again.stdout
+    other = ("--defense", "PixelMasks", "--masks", 3, "--patch", 2)
+    refused = run("certify", "--model", model, "--data", photos, *other, "--out", out, status=1)
+    assert "already complete" not in refused.stdout  # other masks are another rule, and another run
 
 
 def test_a_stopped_run_goes_on_without_asking_again(model, photos, tmp_path, monkeypatch) -> None:

@@ -151,3 +151,14 @@ def test_a_file_without_a_recipe_needs_a_size(run, checkpoint):
     shown = run("audit", "--model", checkpoint)
     assert shown.exit_code == 1
     assert "give the size of yours" in shown.stderr
+
+
+def test_flags_take_no_value_in_the_help_and_options_are_grouped():
+    shown = CliRunner().invoke(app, ["certify", "--help"]).stdout
+    assert "bool" not in shown
+    for panel in ("Images and patch", "Model and rule", "The run", "Output"):
+        assert panel in shown
+
+
+def test_shells_are_taught_to_complete():
+    assert "--install-completion" in CliRunner().invoke(app, ["--help"]).stdout

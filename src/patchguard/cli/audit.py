@@ -24,7 +24,8 @@ def audit(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, or a numbered GPU such as cuda:1.")] = "auto",
     tolerance: Annotated[float, typer.Option(help="Largest change outside a field that counts as rounding.")] = 0.0,
     full: Annotated[
-        bool, typer.Option("--full", help=f"Rewrite every patch of the plan, not a sample of about {SAMPLED}.")
+        bool,
+        typer.Option("--full", metavar="", help=f"Rewrite every patch of the plan, not a sample of about {SAMPLED}."),
     ] = False,
 ) -> None:
     """Derive which pixels each cell of a model reads, then test it: change a patch; no other cell may change.

@@ -38,7 +38,9 @@ Data = Annotated[
 ]
 Unlabeled = Annotated[
     bool,
-    typer.Option("--unlabeled", help="Do not take the names of folders for true classes.", rich_help_panel=IMAGES),
+    typer.Option(
+        "--unlabeled", metavar="", help="Do not take the names of folders for true classes.", rich_help_panel=IMAGES
+    ),
 ]
 Root = Annotated[
     Path | None,
@@ -86,19 +88,25 @@ MixVersions = Annotated[
     bool,
     typer.Option(
         "--mix-versions",
+        metavar="",
         help="Resume a run that another version of patchguard or torch began.",
         rich_help_panel=RUN,
     ),
 ]
 Force = Annotated[
-    bool, typer.Option("--force", help="Remove the run that is in the folder, and start over.", rich_help_panel=RUN)
+    bool,
+    typer.Option(
+        "--force", metavar="", help="Remove the run that is in the folder, and start over.", rich_help_panel=RUN
+    ),
 ]
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Print summary.json instead of the table.", rich_help_panel=OUTPUT)
+    bool, typer.Option("--json", metavar="", help="Print summary.json instead of the table.", rich_help_panel=OUTPUT)
 ]
 Quiet = Annotated[
     bool,
-    typer.Option("--quiet", "-q", help="Print the path of the report and nothing else.", rich_help_panel=OUTPUT),
+    typer.Option(
+        "--quiet", "-q", metavar="", help="Print the path of the report and nothing else.", rich_help_panel=OUTPUT
+    ),
 ]
 
 

@@ -18,7 +18,9 @@ def predict(
     ] = None,
     batch_size: BatchSize = None,
     device: Device = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per image, as it is done.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print one JSON object per image, as it is done.")
+    ] = False,
 ) -> None:
     """Label images. With --patch, also say whether the label is certified: no such patch can change it.
 

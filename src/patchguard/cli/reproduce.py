@@ -38,11 +38,13 @@ def reproduce(
     limit: Annotated[int | None, typer.Option(help="Only this many test images, evenly spaced.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Images at once. Default: 64 on a CPU, 256 on a GPU.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
-    train: Annotated[bool, typer.Option("--train", help="Train the models that are not here: hours on a GPU.")] = False,
-    list_all: Annotated[
-        bool, typer.Option("--list", help="List the experiments and the datasets each can use.")
+    train: Annotated[
+        bool, typer.Option("--train", metavar="", help="Train the models that are not here: hours on a GPU.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    list_all: Annotated[
+        bool, typer.Option("--list", metavar="", help="List the experiments and the datasets each can use.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the results as JSON.")] = False,
 ) -> None:
     """Run experiments of the paper and print the published numbers beside ours.
 

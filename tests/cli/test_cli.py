@@ -155,7 +155,7 @@ def test_a_file_without_a_recipe_needs_a_size(run, checkpoint):
 
 def test_flags_take_no_value_in_the_help_and_options_are_grouped():
     shown = CliRunner().invoke(app, ["certify", "--help"]).stdout
-    assert "bool" not in shown
+    assert not [line for line in shown.splitlines() if "bool" in line and "--help" not in line]
     for panel in ("Images and patch", "Model and rule", "The run", "Output"):
         assert panel in shown
 

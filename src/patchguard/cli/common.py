@@ -21,7 +21,10 @@ STOPPED = 130  # the exit status that a shell expects of a command that Ctrl-C e
 
 # -- options that mean the same in every command -----------------------------------------------------------------------
 
-DEFENSES = "RobustMasking, DoubleMasking, ClippedSum, MajorityVote, CellMasking, Median, TrimmedMean or Undefended"
+DEFENSES = (
+    "RobustMasking, DoubleMasking, ClippedSum, MajorityVote, CellMasking, Median, TrimmedMean, Undefended, or one that "
+    "you installed"
+)
 
 Model = Annotated[str, typer.Option(help="A checkpoint that `patchguard models` lists, or a file.")]
 Data = Annotated[

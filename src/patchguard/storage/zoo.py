@@ -56,9 +56,12 @@ def available() -> list[Entry]:
     ]
     presets = [Entry(name, "preset", preset.description) for name, preset in PRESETS.items()]
     networks = []
-    for name, factory in models.REGISTRY.items():
-        line = (factory.__doc__ or "").strip().splitlines()[0].removeprefix("Return ").rstrip(".")
-        networks.append(Entry(name, "network", line))
+    for name in models.REGISTRY:
+        try:
+            text = (models.REGISTRY[name].__doc__ or "").strip() or f"of the package {models.REGISTRY.package(name)}"
+        except InputError as error:
+            text = f"not usable: {error}"
+        networks.append(Entry(name, "network", text.splitlines()[0].removeprefix("Return ").rstrip(".")))
     return [*trained, *elsewhere, *presets, *networks]
 
 
@@ -133,6 +136,8 @@ def usual_size(name: str) -> tuple[int, int]:
         return PRESETS[name].source_size
     if name in SIZES:
         return SIZES[name], SIZES[name]
+    if name in models.REGISTRY:
+        raise InputError(f"the model {name!r} does not say what images it is for. Give their size: --size 224.")
     _locate(name)
     raise InputError(f"a file does not say what images it is for; give the size of yours beside `{name}`.")
 

@@ -23,9 +23,12 @@ from patchguard.data.catalog import TEST_SETS
 from patchguard.defenses import ClippedSum
 from patchguard.defenses.serialization import DEFENSES
 from patchguard.models import REGISTRY
+from patchguard.runs import summary
 from patchguard.runs.summary import update
 from patchguard.storage import zoo
 from patchguard.storage.published_models import CHECKPOINTS, CLONE, PUBLISHED
+from patchguard.training import recipe
+from patchguard.training.checkpoint import LOG_ALIASES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("results/*.md")])
@@ -103,7 +106,7 @@ def can_import(name: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/*.md")) + [ROOT / "README.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md"], ids=lambda page: page.name)
 def test_a_page_that_uses_our_words_leads_to_the_glossary(page: Path) -> None:
     words = re.findall(r"\b(?:cells?|windows?|evidence|drift|masks?|tau)\b", page.read_text())
     assert not words or page.name == "glossary.md" or "glossary.md" in page.read_text(), f"{page.name} uses {words[0]}"
@@ -166,6 +169,29 @@ def test_single_options_that_a_page_names_belong_to_some_command(page: Path) -> 
 
 
 # -- numbers of the README ---------------------------------------------------------------------------------------------
+
+
+def read_renames() -> list[tuple[str, str]]:
+    """Before and now, row by row, of the one table of the changelog that lists what was renamed."""
+    text = (ROOT / "CHANGELOG.md").read_text().split("\n### Renamed\n")[1].split("\n### ")[0]
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    assert all(len(row) == 3 for row in rows[2:]), "a row has before and now"
+    return [(before, now) for _, before, now in rows[2:]]
+
+
+@pytest.mark.parametrize("aliases", [recipe.ALIASES, summary.ALIASES, LOG_ALIASES], ids=["recipe", "run", "log"])
+def test_every_old_key_that_is_still_read_is_in_the_table_of_renames(aliases: dict[str, str]) -> None:
+    renames = read_renames()
+    for old, new in aliases.items():
+        found = [row for row in renames if re.search(rf"\b{old}`", row[0]) and f"{new}`" in row[1]]
+        assert found, f"{old} -> {new}"
+
+
+def test_new_python_names_in_the_table_of_renames_can_be_imported() -> None:
+    names = [name for _, now in read_renames() for name in re.findall(r"`(patchguard(?:\.\w+)+)`", now)]
+    assert len(names) > 30
+    for name in names:
+        assert can_import(name), name
 
 
 def test_every_row_of_the_readme_has_the_numbers_of_a_card_or_of_a_run() -> None:
@@ -238,7 +264,7 @@ def test_the_embedded_model_is_small_and_the_others_fit_their_folder() -> None:
 
 NOT_RUN = "# Not run: "  # the first line of a block that cannot run here, with the reason
 NOT_RUN_BLOCKS = 0
-SLOW_PAGES = ("attacks.md", "check_a_certificate.md")
+SLOW_PAGES = ("README.md", "attacks.md", "check_a_certificate.md", "defend_your_classifier.md")
 
 
 class Block(NamedTuple):

@@ -187,7 +187,9 @@ def test_every_name_has_one_line_about_it():
     assert all(zoo.usual_size(entry.name) for entry in entries if entry.kind != "checkpoint")
 
 
-@pytest.mark.parametrize("name", list(PRESETS))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if "_bn_" in name else name for name in PRESETS]
+)
 def test_presets_withstand_the_patch_they_name(name, monkeypatch):
     monkeypatch.setattr(presets, "build", lambda network, **_: build_thin_model(network))
     guard = zoo.build(name)

@@ -185,7 +185,7 @@ class Counterexample(AssertionError):
 
 
 def check_defense(
-    defense: Defense[Any] | type[Defense[Any]], *, images: int = 120, deepest: int = 3, seed: int = 0
+    defense: Defense[Any] | type[Defense[Any]], *, images: int = 300, deepest: int = 6, seed: int = 0
 ) -> int:
     """Look for a proof of the defense that fails; return how many attacks were tried.
 
@@ -222,11 +222,16 @@ def check_defense(
 
 
 def _draw(generator: np.random.Generator, case: Case, kind: Kind, drift: int, images: int) -> EvidenceMap:
-    """Draw images with a favored class and images whose classes lie close together; some cells may drift."""
+    """Draw images of three kinds in turn; some cells may drift.
+
+    One class is favored; or all are drawn alike; or one is everywhere and its rivals are strong in a few cells.
+    """
     cells = case.windows.grid[0] * case.windows.grid[1]
     led = random_maps(generator, images, case.classes, cells, kind.least, kind.drawn)
     close = generator.integers(kind.least, kind.drawn + 1, (images, case.classes, cells))
-    values = np.stack([u if number % 3 else close[number] for number, u in enumerate(led)])
+    sparse = np.where(generator.random(close.shape) < generator.random((images, case.classes, 1)), close, kind.least)
+    sparse[np.arange(images), generator.integers(case.classes, size=images)] = kind.drawn
+    values = np.stack([(u, close[number], sparse[number])[number % 3] for number, u in enumerate(led)])
     moves = drift * (generator.random(values.shape) < 0.3)
     shape = (images, case.classes, *case.windows.grid)
     lower, value, upper = (

@@ -233,7 +233,9 @@ def test_an_added_model_is_built_listed_and_needs_a_size(added) -> None:
     listed = {entry.name: entry.description for entry in zoo.available()}
     assert listed["tiny_net"] == "a network of one layer"
     assert listed["lost"].startswith("not usable: the model 'lost' of the package extras (nowhere:lost) must be")
-    with pytest.raises(InputError, match="Give their size: --size 224"):
+    with pytest.raises(
+        InputError, match="does not say what images it is for; give the size of yours beside it: --size 224"
+    ):
         zoo.usual_size("tiny_net")
     with pytest.raises(InputError, match="'no_model' must be a LocalModel; its function returned str"):
         models.build("no_model")

@@ -131,15 +131,18 @@ def file_of(name_or_path: str | Path, guard: Guard | None = None) -> ModelFile |
 
 
 def usual_size(name: str) -> tuple[int, int]:
-    """Return the size of source images that a preset or network is made for."""
+    """Return the size of source images that a preset or network is made for, or a file's was trained on."""
     if name in PRESETS:
         return PRESETS[name].source_size
     if name in SIZES:
         return SIZES[name], SIZES[name]
-    if name in models.REGISTRY:
-        raise InputError(f"the model {name!r} does not say what images it is for. Give their size: --size 224.")
-    _locate(name)
-    raise InputError(f"a file does not say what images it is for; give the size of yours beside `{name}`.")
+    trained = {} if name in models.REGISTRY else recipe(name) or {}
+    data = trained.get("data")
+    data = data if isinstance(data, dict) else {**trained, "image_size": trained.get("image_side")}
+    side = data.get("image_size") or (32 if data.get("dataset") == "cifar10" else None)
+    if not isinstance(side, int):
+        raise InputError(f"`{name}` does not say what images it is for; give the size of yours beside it: --size 224.")
+    return side, side
 
 
 def is_path(name_or_path: str | Path) -> bool:

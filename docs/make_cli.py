@@ -14,6 +14,7 @@ HEAD = """# The command line
 
 Made by `make docs` from the commands' own help. Results go to stdout, progress to stderr. A mistake is one line and
 exit status 1. The same words and defaults hold in Python; the [glossary](glossary.md) explains them.
+`patchguard --install-completion` teaches your shell to complete commands and options.
 """
 
 

@@ -255,6 +255,15 @@ def test_a_model_card_is_about_the_file_that_is_published(name: str) -> None:
             assert re.search(rf"[|] {re.escape(clean)} [|] (\*\*)?{re.escape(certified)}(\*\*)? [|]", card)
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_row_of_a_card_names_its_masks(name: str) -> None:
+    card = (ROOT / "docs" / "models" / f"{name}.md").read_text()
+    for row in re.findall(
+        r"^[|][^|\n]*[|] \d+ ?x ?\d+[^|\n]*[|].*[|] (?:\*\*)?\d+\.\d(?:\*\*)? [|]$", card, re.MULTILINE
+    ):
+        assert "| own |" in row or "| refitted |" in row or "masked" in name, row
+
+
 def test_the_embedded_model_is_small_and_the_others_fit_their_folder() -> None:
     assert (CHECKPOINTS / "cifar10.safetensors").stat().st_size <= 13_000_000
     assert sum(path.stat().st_size for path in CLONE.glob("*")) <= 115_000_000

@@ -1,5 +1,6 @@
 """Rounds of masked images: what is asked, how often, and how far drift moves a confidence."""
 
+import jaxtyping
 import pytest
 import torch
 from torch import nn
@@ -67,11 +68,14 @@ def test_scores_that_tie_prove_nothing_however_small_the_patch() -> None:
     assert guard.largest_certified_patch(images).tolist() == [0, 0]
 
 
-def test_pixels_outside_0_to_1_are_refused_by_every_question() -> None:
+def test_what_is_no_batch_of_images_is_refused_by_every_question(monkeypatch) -> None:
     guard = defend(Thirds(), Patch(3), size=(12, 18), masks=2)
     for ask in (guard.predict, lambda images: guard.certify(images, Patch(3)), guard.largest_certified_patch):
         with pytest.raises(InputError, match=r"must lie in \[0, 1\]"):
             ask(make_images(2) + 1.5)
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # only tests check types
+    with pytest.raises(InputError, match="`images` must"):
+        guard.certify(torch.rand(3), Patch(3))
 
 
 def test_the_model_is_the_torch_module_and_a_function_has_none() -> None:

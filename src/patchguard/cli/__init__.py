@@ -40,7 +40,6 @@ app = typer.Typer(
     help="Certified robustness of image classifiers against adversarial patches.",
     epilog="Example: patchguard audit --model bagnet17",
     no_args_is_help=True,
-    add_completion=False,
 )
 
 

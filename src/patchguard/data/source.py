@@ -100,7 +100,7 @@ def open_source(what: str | Path, root: str | Path | None = None) -> Source:
     if path.is_file():
         return _from_listing(Listing(path.parent, (path.name,), None, (), 0))
     if glob.has_magic(name):
-        return _from_listing(_match_pattern(str(path)))
+        return _from_listing(folder.match_pattern(str(path)))
     if len(PurePath(name).parts) > 1 or name.startswith("."):
         raise InputError(f"no folder or file of images is at {name}. Check the path.")
     raise InputError(
@@ -160,20 +160,6 @@ def _from_listing(listing: Listing) -> Source:
         return f"{file.st_size} {file.st_mtime_ns}"
 
     return Source(listing.names, listing.targets, listing.class_names, read, listing.ignored, fingerprint)
-
-
-def _match_pattern(pattern: str) -> Listing:
-    parts = PurePath(pattern).parts
-    fixed = next(index for index, part in enumerate(parts) if glob.has_magic(part))
-    root = Path(*parts[:fixed])
-    matches = [Path(match) for match in glob.iglob(pattern, recursive=True)]
-    files = [match for match in matches if not match.is_dir()]
-    names = sorted(match.relative_to(root).as_posix() for match in files if folder.is_image(match.name))
-    if not names:
-        raise InputError(
-            f"no image matches {pattern} ({len(files)} other files do). Check the pattern, and quote it in a shell."
-        )
-    return Listing(root, tuple(names), None, (), len(files) - len(names))
 
 
 def _from_test_set(

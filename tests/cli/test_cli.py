@@ -82,7 +82,8 @@ def test_an_audit_says_in_words_that_a_network_with_wide_cells_certifies_nothing
 
 
 def test_a_network_of_the_registry_is_audited_by_name(run, monkeypatch):
-    monkeypatch.setitem(models.REGISTRY, "srf", lambda: models.build("block_resnet18", classes=2, width=0.02))
+    small = models.build("block_resnet18", classes=2, width=0.02)
+    monkeypatch.setattr("patchguard.models.srf.srf", lambda: small)
     shown = run("audit", "--model", "srf", "--device", "cpu")
     assert shown.exit_code == 0, shown.stderr
     assert "8 x 8" in shown.stdout

@@ -69,7 +69,10 @@ def attack(
     patch_space: PatchSpace = "source",
     attack: Annotated[
         str,
-        typer.Option(help="adaptive, patch_pgd, universal_patch, noise, colors or copy.", rich_help_panel=ATTACK),
+        typer.Option(
+            help="adaptive, patch_pgd, universal_patch, noise, colors, copy, or one that you installed.",
+            rich_help_panel=ATTACK,
+        ),
     ] = "adaptive",
     budget: Annotated[
         str,
@@ -226,7 +229,8 @@ def _read_settings(name: str, budget: str, options: dict[str, Any]) -> dict[str,
     if name not in attacks.ATTACKS:
         known = list(attacks.ATTACKS)
         raise InputError(f"`--attack` must be one of {', '.join(known)}; got {name!r}. {nearest(name, known)}")
-    known_fields = fields(getattr(attacks, attacks.ATTACKS[name]))
+    kind: Any = attacks.ATTACKS[name]
+    known_fields = fields(kind)
     has = [field.name for field in known_fields]
     if budget in BUDGETS:
         settings = {key: value for key, value in BUDGETS[budget].items() if key in has}

@@ -24,7 +24,10 @@ STOPPED = 130  # the exit status that a shell expects of a command that Ctrl-C e
 # Panels of the help.
 IMAGES, RULE, RUN, OUTPUT = "Images and patch", "Model and rule", "The run", "Output"
 
-DEFENSES = "RobustMasking, DoubleMasking, ClippedSum, MajorityVote, CellMasking, Median, TrimmedMean or Undefended"
+DEFENSES = (
+    "RobustMasking, DoubleMasking, ClippedSum, MajorityVote, CellMasking, Median, TrimmedMean, Undefended, or one that "
+    "you installed"
+)
 
 Model = Annotated[
     str, typer.Option(help="A checkpoint that `patchguard models` lists, or a file.", rich_help_panel=RULE)

@@ -26,7 +26,7 @@ def describe_model(model: LocalModel, class_names: tuple[str, ...]) -> dict[str,
     if not model.name:
         raise InputError(
             f"`guard.model` must be a network of the registry to be saved; {type(model).__name__} has no name. "
-            "Save its weights yourself, or add it to patchguard.models.REGISTRY."
+            "Save its weights yourself, or register it (docs/add_a_defense.md)."
         )
     return {"model": {"name": model.name, "settings": settings}, "class_names": list(class_names)}
 

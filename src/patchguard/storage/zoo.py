@@ -56,9 +56,12 @@ def available() -> list[Entry]:
     ]
     presets = [Entry(name, "preset", preset.description) for name, preset in PRESETS.items()]
     networks = []
-    for name, factory in models.REGISTRY.items():
-        line = (factory.__doc__ or "").strip().splitlines()[0].removeprefix("Return ").rstrip(".")
-        networks.append(Entry(name, "network", line))
+    for name in models.REGISTRY:
+        try:
+            text = (models.REGISTRY[name].__doc__ or "").strip() or f"of the package {models.REGISTRY.package(name)}"
+        except InputError as error:
+            text = f"not usable: {error}"
+        networks.append(Entry(name, "network", text.splitlines()[0].removeprefix("Return ").rstrip(".")))
     return [*trained, *elsewhere, *presets, *networks]
 
 
@@ -133,7 +136,7 @@ def usual_size(name: str) -> tuple[int, int]:
         return PRESETS[name].source_size
     if name in SIZES:
         return SIZES[name], SIZES[name]
-    trained = recipe(name) or {}
+    trained = {} if name in models.REGISTRY else recipe(name) or {}
     data = trained.get("data")
     data = data if isinstance(data, dict) else {**trained, "image_size": trained.get("image_side")}
     side = data.get("image_size") or (32 if data.get("dataset") == "cifar10" else None)

@@ -20,6 +20,7 @@ from patchguard.cli.common import (
     Root,
     Tau,
     Threshold,
+    TrustCode,
     describe_classes,
     percent,
     plain_name,
@@ -47,6 +48,7 @@ BUDGETS: dict[str, dict[str, Any]] = {
 
 def attack(
     model: Model = "cifar10",
+    trust_code: TrustCode = False,
     data: Data = "sample",
     root: Root = None,
     patch: Annotated[
@@ -111,6 +113,7 @@ def attack(
         source=source,
         data=data,
         model=model,
+        trust_code=trust_code,
         patches=[patch] if patch else (),
         defense=defense,
         evidence=evidence,
@@ -124,6 +127,7 @@ def attack(
         job = replace(job, source=job.source.subset([only]))
     words = {
         "model": model,
+        "trust_code": trust_code,
         "data": data,
         "root": root,
         "patch": job.patches[0].key,
@@ -232,8 +236,8 @@ def _write_options(words: dict[str, Any]) -> list[str]:
     return [
         part
         for name, value in words.items()
-        if value not in (None, "")
-        for part in (f"--{name.replace('_', '-')}", str(value))
+        if value not in (None, "") and value is not False
+        for part in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
     ]
 
 

@@ -19,6 +19,7 @@ from patchguard.cli.common import (
     Root,
     Tau,
     Threshold,
+    TrustCode,
     describe_classes,
     percent,
     plain_name,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 def certify(
     model: Model = "cifar10",
+    trust_code: TrustCode = False,
     data: Data = "sample",
     root: Root = None,
     patch: Annotated[
@@ -82,6 +84,7 @@ def certify(
         source=source if limit is None else source.limit(limit),
         data=data,
         model=model,
+        trust_code=trust_code,
         patches=patch or (),
         defense=defense,
         evidence=evidence,

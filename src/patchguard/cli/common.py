@@ -23,7 +23,13 @@ STOPPED = 130  # the exit status that a shell expects of a command that Ctrl-C e
 
 DEFENSES = "RobustMasking, DoubleMasking, ClippedSum, MajorityVote, CellMasking, Median, TrimmedMean or Undefended"
 
-Model = Annotated[str, typer.Option(help="A checkpoint that `patchguard models` lists, or a file.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        help="A checkpoint that `patchguard models` lists, a file, or a network of yours: my_net.py:make_model."
+    ),
+]
+TrustCode = Annotated[bool, typer.Option("--trust-code", help="Run the code that --model, or the model file, names.")]
 Data = Annotated[
     str, typer.Option(help="sample, a known dataset, a folder of class folders, or a folder or 'pattern' of images.")
 ]

@@ -74,7 +74,7 @@ def test_an_audit_says_how_much_it_sampled(run, checkpoint, monkeypatch):
 
 def test_an_audit_says_in_words_that_a_network_with_wide_cells_certifies_nothing(run, monkeypatch):
     wide = guard_of(nn.Conv2d(3, 2, 31, padding=15))
-    monkeypatch.setattr(zoo, "find", lambda name: wide)
+    monkeypatch.setattr(zoo, "find", lambda name, **_: wide)
     shown = run("audit", "--model", "srf", "--size", "16", "--device", "cpu")
     assert shown.exit_code == 0, shown.stderr
     assert "passed: no cell outside its field changed" in shown.stdout
@@ -96,7 +96,7 @@ def guard_of(network: nn.Module) -> LocalGuard:
 
 def test_a_leaky_network_is_refused_with_status_1(run, monkeypatch):
     leaky = guard_of(nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4), nn.Conv2d(4, 2, 1)))
-    monkeypatch.setattr(zoo, "find", lambda name: leaky)
+    monkeypatch.setattr(zoo, "find", lambda name, **_: leaky)
     shown = run("audit", "--model", "srf", "--size", "12")
     assert shown.exit_code == 1
     assert shown.stdout == ""
@@ -109,7 +109,7 @@ def test_a_leak_is_shown_with_status_1(run, monkeypatch):
     field = honest.field(12, 12)
     leaky = guard_of(nn.Sequential(nn.Conv2d(3, 2, 3), nn.InstanceNorm2d(2)))
     monkeypatch.setattr(type(leaky.model), "field", lambda self, height, width: field)
-    monkeypatch.setattr(zoo, "find", lambda name: leaky)
+    monkeypatch.setattr(zoo, "find", lambda name, **_: leaky)
     shown = run("audit", "--model", "srf", "--size", "12")
     assert shown.exit_code == 1
     assert "failed: cell (" in shown.stdout

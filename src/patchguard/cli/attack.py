@@ -25,6 +25,7 @@ from patchguard.cli.common import (
     Root,
     Tau,
     Threshold,
+    TrustCode,
     Unlabeled,
     describe_classes,
     name_run,
@@ -55,6 +56,7 @@ BUDGETS: dict[str, dict[str, Any]] = {
 
 def attack(
     model: Model = "cifar10",
+    trust_code: TrustCode = False,
     data: Data = "sample",
     root: Root = None,
     unlabeled: Unlabeled = False,
@@ -158,6 +160,7 @@ def attack(
         source=source,
         data=data,
         model=model,
+        trust_code=trust_code,
         patches=[patch] if patch else (),
         defense=defense,
         evidence=evidence,
@@ -171,6 +174,7 @@ def attack(
         job = replace(job, source=job.source.subset([only]))
     words = {
         "model": model,
+        "trust_code": trust_code,
         "data": data,
         "root": root,
         "unlabeled": unlabeled,

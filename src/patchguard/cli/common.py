@@ -30,7 +30,17 @@ DEFENSES = (
 )
 
 Model = Annotated[
-    str, typer.Option(help="A checkpoint that `patchguard models` lists, or a file.", rich_help_panel=RULE)
+    str,
+    typer.Option(
+        help="A checkpoint that `patchguard models` lists, a file, or a network of yours: my_net.py:make_model.",
+        rich_help_panel=RULE,
+    ),
+]
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code", metavar="", help="Run the code that --model, or the model file, names.", rich_help_panel=RULE
+    ),
 ]
 Data = Annotated[
     str,

@@ -3,7 +3,7 @@ BIN := .venv/bin
 
 .PHONY: demo test test-slow test-all coverage check mutants bench docs site format clean
 
-# The embedded model on the embedded 500 images: a table here, and runs/cifar10-sample/report.html.
+# The embedded model on the embedded 500 images: a table here, and runs/cifar10-sample-5x5/report.html.
 demo: .venv/package
 	$(BIN)/patchguard certify --patch 5 --patch 2
 

@@ -17,11 +17,18 @@ import typer
 
 import patchguard
 from patchguard import Evidence, Windows
+from patchguard.attacks import ATTACKS
 from patchguard.cli import app
+from patchguard.data.catalog import TEST_SETS
 from patchguard.defenses import ClippedSum
+from patchguard.defenses.serialization import DEFENSES
+from patchguard.models import REGISTRY
+from patchguard.runs import summary
 from patchguard.runs.summary import update
 from patchguard.storage import zoo
 from patchguard.storage.published_models import CHECKPOINTS, CLONE, PUBLISHED
+from patchguard.training import recipe
+from patchguard.training.checkpoint import LOG_ALIASES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("results/*.md")])
@@ -83,8 +90,9 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_names_that_a_page_names_can_be_imported(page: Path) -> None:
+    groups = {registry.group for registry in (DEFENSES, ATTACKS, REGISTRY, TEST_SETS)}  # of entry points
     for name in re.findall(r"(?<![\w./])patchguard(?:\.[a-zA-Z_]\w*)+", page.read_text()):
-        assert can_import(name), f"{page.name} names {name}"
+        assert name in groups or can_import(name), f"{page.name} names {name}"
 
 
 def can_import(name: str) -> bool:
@@ -96,6 +104,25 @@ def can_import(name: str) -> bool:
             continue
         return all((value := getattr(value, part, None)) is not None for part in parts[cut:])
     return False
+
+
+@pytest.mark.parametrize("page", [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md"], ids=lambda page: page.name)
+def test_a_page_that_uses_our_words_leads_to_the_glossary(page: Path) -> None:
+    words = re.findall(r"\b(?:cells?|windows?|evidence|drift|masks?|tau)\b", page.read_text())
+    assert not words or page.name == "glossary.md" or "glossary.md" in page.read_text(), f"{page.name} uses {words[0]}"
+
+
+def test_the_glossary_defines_our_words() -> None:
+    headings = re.findall(r"^## (.*)$", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert {"Cell", "Window", "Evidence", "Drift", "Mask", "Tau"} <= {*headings}
+
+
+def test_the_citation_names_the_version_and_the_paper() -> None:
+    text = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {patchguard.__version__}\n" in text
+    title = re.search(r"title     = [{]+(.*)[}],\n", (ROOT / "README.md").read_text())[1].replace("}", "")
+    assert title in text
+    assert re.findall(r"family-names: (\w+)", text) == ["Xiang", "Bhagoji", "Sehwag", "Mittal"]
 
 
 def command_options() -> dict[str, set[str]]:
@@ -142,6 +169,29 @@ def test_single_options_that_a_page_names_belong_to_some_command(page: Path) -> 
 
 
 # -- numbers of the README ---------------------------------------------------------------------------------------------
+
+
+def read_renames() -> list[tuple[str, str]]:
+    """Before and now, row by row, of the one table of the changelog that lists what was renamed."""
+    text = (ROOT / "CHANGELOG.md").read_text().split("\n### Renamed\n")[1].split("\n### ")[0]
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    assert all(len(row) == 3 for row in rows[2:]), "a row has before and now"
+    return [(before, now) for _, before, now in rows[2:]]
+
+
+@pytest.mark.parametrize("aliases", [recipe.ALIASES, summary.ALIASES, LOG_ALIASES], ids=["recipe", "run", "log"])
+def test_every_old_key_that_is_still_read_is_in_the_table_of_renames(aliases: dict[str, str]) -> None:
+    renames = read_renames()
+    for old, new in aliases.items():
+        found = [row for row in renames if re.search(rf"\b{old}`", row[0]) and f"{new}`" in row[1]]
+        assert found, f"{old} -> {new}"
+
+
+def test_new_python_names_in_the_table_of_renames_can_be_imported() -> None:
+    names = [name for _, now in read_renames() for name in re.findall(r"`(patchguard(?:\.\w+)+)`", now)]
+    assert len(names) > 30
+    for name in names:
+        assert can_import(name), name
 
 
 def test_every_row_of_the_readme_has_the_numbers_of_a_card_or_of_a_run() -> None:
@@ -205,6 +255,15 @@ def test_a_model_card_is_about_the_file_that_is_published(name: str) -> None:
             assert re.search(rf"[|] {re.escape(clean)} [|] (\*\*)?{re.escape(certified)}(\*\*)? [|]", card)
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_row_of_a_card_names_its_masks(name: str) -> None:
+    card = (ROOT / "docs" / "models" / f"{name}.md").read_text()
+    for row in re.findall(
+        r"^[|][^|\n]*[|] \d+ ?x ?\d+[^|\n]*[|].*[|] (?:\*\*)?\d+\.\d(?:\*\*)? [|]$", card, re.MULTILINE
+    ):
+        assert "| own |" in row or "| refitted |" in row or "masked" in name, row
+
+
 def test_the_embedded_model_is_small_and_the_others_fit_their_folder() -> None:
     assert (CHECKPOINTS / "cifar10.safetensors").stat().st_size <= 13_000_000
     assert sum(path.stat().st_size for path in CLONE.glob("*")) <= 115_000_000
@@ -214,7 +273,7 @@ def test_the_embedded_model_is_small_and_the_others_fit_their_folder() -> None:
 
 NOT_RUN = "# Not run: "  # the first line of a block that cannot run here, with the reason
 NOT_RUN_BLOCKS = 0
-SLOW_PAGES = ("attacks.md", "check_a_certificate.md")
+SLOW_PAGES = ("README.md", "attacks.md", "check_a_certificate.md", "defend_your_classifier.md")
 
 
 class Block(NamedTuple):

@@ -16,12 +16,12 @@ ROOT = Path(patchguard.__file__).parent
 # From bottom to top, as in the design. A room imports from itself and from rooms below it, and not from one beside it.
 LAYERS = [
     {"errors", "verify"},
-    {"patch"},
+    {"patch", "registry"},
     {"guard"},  # the contract: every answer is one of its classes
     {"runtime"},
     {"geometry"},
     {"models", "data", "defenses"},
-    {"guards"},
+    {"guards", "oracle"},
     {"storage"},
     {"attacks", "training"},
     {"runs"},
@@ -86,6 +86,31 @@ def test_no_module_imports_from_a_room_above_or_beside_its_own(path) -> None:
     assert mine in LEVEL, f"{mine} has no layer; add it to LAYERS where it belongs"
     wrong = {room for room in imported_rooms(path.read_text()) - {mine} if LEVEL.get(room, 99) >= LEVEL[mine]}
     assert not wrong, f"{path.relative_to(ROOT)} imports {', '.join(sorted(wrong))}"
+
+
+def imports(path: Path, other: Path) -> bool:
+    """Whether a module imports another one, at its top or inside a function."""
+    name = ".".join(("patchguard", *other.relative_to(ROOT).with_suffix("").parts))
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            if name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names)):
+                return True
+        elif isinstance(node, ast.Import) and name in [alias.name for alias in node.names]:
+            return True
+    return False
+
+
+def test_the_walk_through_certify_that_the_docs_draw_goes_along_imports() -> None:
+    page = (ROOT.parents[1] / "docs" / "architecture.md").read_text()
+    walk = page.split("## From `patchguard certify` to the report")[1].split("```")[1]
+    files = [ROOT / name for name in re.findall(r"[\w/]+\.py", walk)]
+    assert len(files) == len(set(files)) <= 15
+    assert (files[0].name, files[-1].parent.name) == ("certify.py", "report")
+    # These two are called through the classes that they extend: `Guard` and `Defense`.
+    extending = {ROOT / "guards" / "local.py", ROOT / "defenses" / "double_masking.py"}
+    for number, path in enumerate(files[1:], 1):
+        called = path in extending or any(imports(before, path) for before in files[:number])
+        assert called, f"nothing drawn before it imports {path.relative_to(ROOT)}"
 
 
 def test_help_and_version_do_not_wait_for_torch() -> None:

@@ -283,8 +283,9 @@ class Guard(ABC):
     def largest_certified_patch(self, images: Images) -> Int64[Tensor, " batch"]:
         """Return the side of the largest square patch that each image is certified against, 0 if there is none.
 
-        The masks stay as they are, and sizes that they do not cover are not tried. Found by bisection: each side
-        returned was itself certified, and larger ones are not, since a larger patch can do all that a smaller one can.
+        The masks stay as they are and limit the answer: it is at most `largest_covered_side(height, width)`, whatever
+        the image shows; `for_patch` makes masks for larger patches. Found by bisection: each side returned was itself
+        certified, and larger ones are not, since a larger patch can do all that a smaller one can.
         (Only the bounds of robust masking with a threshold above 0 might certify one size and not a smaller one; the
         side is then still certified, perhaps not the largest.)
         """

@@ -39,7 +39,7 @@ def wrong_images(name: str) -> tuple[LocalGuard, torch.Tensor, torch.Tensor]:
     return victim, images, target
 
 
-@settings(max_examples=18, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     name=st.sampled_from(["undefended", "robust", "double"]),
     attack=st.sampled_from(ATTACKERS),

@@ -4,6 +4,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from helpers.combinations import combine
 
 from patchguard.attacks.feature_attack import attack_features, union_cells
 from patchguard.defenses import (
@@ -30,13 +31,17 @@ def logits(generator: torch.Generator, count: int = 50) -> torch.Tensor:
     return maps
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("larger", [0, 1], ids=["equal masks", "larger masks"])
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize(
-    "evidence",
-    [Evidence(), Evidence(high=5.0), Evidence(kind="confidence"), Evidence(kind="vote")],
-    ids=["logits", "clipped", "confidence", "vote"],
+@combine(
+    one_in=2,
+    evidence={
+        "logits": Evidence(),
+        "clipped": Evidence(high=5.0),
+        "confidence": Evidence(kind="confidence"),
+        "vote": Evidence(kind="vote"),
+    },
+    count={"1": 1, "2": 2},
+    larger={"equal masks": 0, "larger masks": 1},
+    size={str(size): size for size in SIZES},
 )
 def test_a_negative_margin_of_an_exact_certificate_has_a_witness(evidence, count, larger, size) -> None:
     generator = torch.Generator().manual_seed(sum(size) + larger)

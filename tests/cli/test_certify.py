@@ -175,9 +175,9 @@ def test_a_finished_run_is_shown_again_and_other_settings_are_refused(run, label
     assert "already complete" in second.stdout
     assert first.stdout.splitlines()[1:3] == second.stdout.splitlines()[1:3]
     assert before == {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.json*")}
-    other = run("certify", *words, "--patch", "3")
+    other = run("certify", *words, "--tau", "3")
     assert (other.exit_code, other.stdout) == (1, "")
-    assert 'patches ["2x2"], not ["3x3"]' in other.stderr
+    assert "tau null, not 3" in other.stderr
 
 
 def test_a_run_cut_anywhere_ends_with_the_same_bytes(run, labelled, tmp_path):
@@ -202,11 +202,11 @@ def test_certificate_files_are_written_and_valid(run, labelled, tmp_path, tau):
     shown = run("certify", *words, "--tau", tau, "--certificates", tmp_path / "files")
     assert shown.exit_code == 0, shown.output
     files = sorted(path.name for path in (tmp_path / "files").iterdir())
-    assert files == ["000000-2x2.pgc", "000000-3x3.pgc", "000001-2x2.pgc", "000001-3x3.pgc"]
+    assert files == [f"00000{index}-{files[2 * index][7:10]}-{key}.pgc" for index in (0, 1) for key in ("2x2", "3x3")]
     records = {record["index"]: record for record in Folder(tmp_path / "run").records()}
     for name in files:
         verdict = verify.check_bytes((tmp_path / "files" / name).read_bytes())
-        entry = records[int(name[:6])]["patches"][name[7:10]]
+        entry = records[int(name[:6])]["patches"][name[11:14]]
         assert verdict.valid
         assert verdict.certified == entry["certified"]
 
@@ -353,6 +353,16 @@ def test_predict_without_a_patch_gives_labels_alone(run, labelled):
     assert broken.exit_code == 1
 
 
+def test_the_names_of_folders_can_be_ignored(run, labelled, tmp_path):
+    draw(tmp_path / "others" / "dog", 2)
+    draw(tmp_path / "others" / "apple", 1)
+    words = ("--data", tmp_path / "others", "--out", tmp_path / "run")
+    assert "--unlabeled to ignore classes" in run("certify", *words).stderr
+    shown = run("certify", *words, "--unlabeled")
+    assert shown.exit_code == 0, shown.output
+    assert {record["target"] for record in Folder(tmp_path / "run").records()} == {None}
+
+
 @pytest.mark.parametrize("command", ["certify", "predict"])
 def test_help_has_an_example(command):
     assert "Example: patchguard" in CliRunner().invoke(app, [command, "--help"]).stdout
@@ -439,7 +449,7 @@ def test_records_of_other_images_are_never_taken_for_these(run, labelled, tmp_pa
     for _ in range(2):
         shown = run("certify", *words)
         assert shown.exit_code == 1
-        assert "other settings: data_digest" in shown.stderr
+        assert "1.png has changed since" in shown.stderr
         (out / "summary.json").unlink(missing_ok=True)
 
 
@@ -449,7 +459,7 @@ def test_certificates_that_a_finished_run_has_elsewhere_are_missed(run, labelled
     assert run("certify", *words, tmp_path / "here").exit_code == 0
     shown = run("certify", *words, tmp_path / "there")
     assert shown.exit_code == 1
-    assert "lacks 000000-2x2.pgc" in shown.stderr
+    assert "lacks 000000-001-2x2.pgc" in shown.stderr
 
 
 @pytest.mark.parametrize("words", [("--out", "/proc"), ("--certificates", "/proc")])

@@ -21,6 +21,7 @@ def _one_thread() -> object:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_a_folder_of_photos_becomes_a_model_a_card_and_a_certified_report(tmp_path: Path) -> None:
     photos, out = write_stripes(tmp_path / "photos", train=48, test=10), tmp_path / "mine"
     command = ["train", "--data", str(photos), "--out", str(out), "--device", "cpu", "--set", "epochs=4"]

@@ -179,6 +179,7 @@ def test_ctrl_c_stops_after_the_step_and_twice_at_once(
 # -- photos ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_images_that_do_not_fit_into_memory_are_streamed(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

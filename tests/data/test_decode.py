@@ -4,7 +4,9 @@ import io
 import os
 import pickle
 import struct
+import sys
 import tracemalloc
+import types
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -303,3 +305,19 @@ def test_mutated_files_are_pictures_or_unreadable_and_nothing_else(kind: str) ->
         assert pixels.shape[0] == 3
     assert decode_bytes(whole).shape == (3, 12, 10)
     assert readable < 150
+
+
+def test_a_heic_photo_says_what_to_install(tmp_path):
+    (tmp_path / "a.heic").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
+    with pytest.raises(Unreadable, match="is a HEIC photo; install pillow-heif to read it"):
+        decode(tmp_path / "a.heic")
+
+
+def test_heic_photos_are_read_where_pillow_heif_is_installed(monkeypatch):
+    called = []
+    stub = types.SimpleNamespace(register_heif_opener=lambda: called.append(True))
+    monkeypatch.setitem(sys.modules, "pillow_heif", stub)
+    module._formats.cache_clear()
+    module._formats()
+    module._formats.cache_clear()
+    assert called == [True]

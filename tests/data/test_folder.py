@@ -121,3 +121,23 @@ def test_nothing_is_decoded_and_no_file_is_examined_while_listing(
 def test_cifar10_is_not_resized() -> None:
     with pytest.raises(InputError, match="`size` of cifar10 must be 32 x 32"):
         load_splits("cifar10", ".", size=(64, 64))
+
+
+@pytest.mark.parametrize("names", [("2023", "2024"), ("2024-05", "2024-06-17"), ("20240517",)])
+def test_folders_named_by_dates_are_not_classes(tmp_path, names):
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.jpg").write_bytes(b"")
+    listing = folder.list_folder(tmp_path)
+    assert (listing.targets, listing.class_names) == (None, ())
+    assert listing.names == tuple(f"{name}/a.jpg" for name in names)
+    (tmp_path / "cats").mkdir()
+    (tmp_path / "cats" / "a.jpg").write_bytes(b"")
+    assert folder.list_folder(tmp_path).class_names == (*names, "cats")
+
+
+@pytest.mark.parametrize("name", ["1984x", "0001", "2024-13", "3021", "12"])
+def test_other_numbers_are_classes(tmp_path, name):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "a.jpg").write_bytes(b"")
+    assert folder.list_folder(tmp_path).class_names == (name,)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import oracle
+from helpers.combinations import combine
 from helpers.oracle import CIRCLE, GRID, LINE
 from helpers.oracle_grids import as_tensor, as_windows, assert_right
 
@@ -16,14 +17,12 @@ from patchguard.errors import InputError
 from patchguard.geometry.windows import Windows
 from patchguard.guard import DetectionCertificate
 
-SIZES = pytest.mark.parametrize("mask", [(1, 2), (1, 3)], ids=["equal masks", "larger masks"])
-GEOMETRIES = pytest.mark.parametrize("geometry", [LINE, GRID, CIRCLE], ids=lambda g: g.name)
+SIZES = {"equal masks": (1, 2), "larger masks": (1, 3)}
+GEOMETRIES = {"line": LINE, "grid": GRID, "circle": CIRCLE}
+on_each_geometry = pytest.mark.parametrize("geometry", [LINE, GRID, CIRCLE], ids=lambda g: g.name)
 
 
-@GEOMETRIES
-@SIZES
-@pytest.mark.parametrize("low", [-3, 0], ids=["signed", "clipped"])
-@pytest.mark.parametrize("tau", [0, 5])
+@combine(one_in=3, tau={"0": 0, "5": 5}, low={"signed": -3, "clipped": 0}, mask=SIZES, geometry=GEOMETRIES)
 def test_double_masking_keeps_the_certified_label(geometry, mask, low, tau) -> None:
     generator = np.random.default_rng([geometry.cells, geometry.wrap[1], mask[1], low + 3])
     regions, masks = geometry.boxes((1, 2)), geometry.boxes(mask)
@@ -48,9 +47,7 @@ def test_double_masking_keeps_the_certified_label(geometry, mask, low, tau) -> N
     assert 3 <= lowered <= 57 if tau else lowered == 0
 
 
-@GEOMETRIES
-@SIZES
-@pytest.mark.parametrize("tau", [0, 5])
+@combine(one_in=2, tau={"0": 0, "5": 5}, mask=SIZES, geometry=GEOMETRIES)
 def test_double_masking_answers_as_the_two_round_rule_says(geometry, mask, tau) -> None:
     """Maps on which single masks disagree, so that the second round decides."""
     generator = np.random.default_rng(4)
@@ -132,7 +129,7 @@ def test_where_tau_exceeds_what_masks_take_away_the_margin_is_the_lead_behind_on
     assert dominated >= (40 if tau > 36 else 10)  # no mask takes more than 4 cells, each of them 4 apart, twice over
 
 
-@GEOMETRIES
+@on_each_geometry
 @pytest.mark.parametrize("tau", [0, 5])
 def test_the_rival_alone_gives_the_margin_where_each_window_has_one_mask(geometry, tau) -> None:
     generator = np.random.default_rng([geometry.cells, tau])
@@ -175,9 +172,7 @@ def test_double_masking_certifies_all_that_robust_masking_does_at_equal_masks() 
     assert int(double.sum()) > int(robust.sum()) > 10
 
 
-@GEOMETRIES
-@SIZES
-@pytest.mark.parametrize("tau", [0, 3])
+@combine(one_in=3, tau={"0": 0, "3": 3}, mask=SIZES, geometry=GEOMETRIES)
 def test_masked_agreement_gives_the_certified_label_or_an_alert(geometry, mask, tau) -> None:
     generator = np.random.default_rng([geometry.cells, geometry.wrap[1], mask[1], tau])
     regions, masks = geometry.boxes((1, 2)), geometry.boxes(mask)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import oracle
+from helpers.combinations import combine
 from helpers.oracle import CIRCLE, GRID, LINE
 from helpers.oracle_grids import as_tensor, as_windows, assert_right
 
@@ -20,10 +21,13 @@ DEFENSES = {
 }
 
 
-@pytest.mark.parametrize("name", DEFENSES)
-@pytest.mark.parametrize("geometry", [LINE, GRID, CIRCLE], ids=lambda g: g.name)
-@pytest.mark.parametrize("count", [1, 2], ids=["one patch", "two patches"])
-@pytest.mark.parametrize("spatial", [True, False], ids=["spatial", "position-free"])
+@combine(
+    one_in=3,
+    spatial={"spatial": True, "position-free": False},
+    count={"one patch": 1, "two patches": 2},
+    geometry={"line": LINE, "grid": GRID, "circle": CIRCLE},
+    name={name: name for name in DEFENSES},
+)
 def test_rank_rules_are_certified_exactly(name, geometry, count, spatial) -> None:
     generator = np.random.default_rng([len(name), geometry.cells, geometry.wrap[1], count])
     size = (1, 2) if count == 1 else (1, 1)

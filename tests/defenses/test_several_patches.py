@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import oracle
+from helpers.combinations import combine
 from helpers.oracle import CIRCLE, LINE, Geometry
 from helpers.oracle_grids import as_tensor, as_windows, assert_right
 
@@ -25,10 +26,13 @@ from patchguard.geometry.windows import Windows
 WIDE = Geometry("wide", (1, 10))
 
 
-@pytest.mark.parametrize("threshold", [Fraction(0), Fraction(1, 3), Fraction(1)], ids=str)
-@pytest.mark.parametrize("masks_count", [1, 2], ids=["single masks", "double masks"])
-@pytest.mark.parametrize("geometry", [LINE, CIRCLE], ids=lambda g: g.name)
-@pytest.mark.parametrize("patches", [2, 3])
+@combine(
+    one_in=3,
+    patches={"2": 2, "3": 3},
+    geometry={"line": LINE, "circle": CIRCLE},
+    masks_count={"single masks": 1, "double masks": 2},
+    threshold={text: Fraction(text) for text in ("0", "1/3", "1")},
+)
 def test_robust_masking_withstands_several_windows(geometry, masks_count, threshold, patches) -> None:
     generator = np.random.default_rng([geometry.wrap[1], masks_count, threshold.denominator, patches])
     boxes = geometry.boxes((1, 1))
@@ -85,7 +89,10 @@ def test_greedy_masking_of_two_windows_would_be_unsound() -> None:
     assert_right(defense, Evidence(low=0.0, high=4.0, bits=0), u, LINE, windows, rule, margin, broken)
 
 
-@pytest.mark.parametrize(("kind", "tau"), [(DoubleMasking, 0), (DoubleMasking, 2), (MaskedAgreement, 0)])
+@pytest.mark.parametrize(
+    ("kind", "tau"),
+    [pytest.param(DoubleMasking, 0, marks=pytest.mark.slow), (DoubleMasking, 2), (MaskedAgreement, 0)],
+)
 def test_masks_of_two_boxes_withstand_two_windows(kind, tau) -> None:
     generator = np.random.default_rng(3)
     boxes = WIDE.boxes((1, 1))

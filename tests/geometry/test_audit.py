@@ -171,3 +171,37 @@ def test_a_field_of_another_grid_is_refused() -> None:
 def test_a_negative_tolerance_is_refused() -> None:
     with pytest.raises(InputError, match="`tolerance` must be at least 0"):
         audit(network(), Field.identity(4, 4), tolerance=float("nan"))
+
+
+def test_a_sample_of_boxes_is_spread_over_borders_contents_and_patches() -> None:
+    told: list[tuple[int, int]] = []
+    seen: list[Tensor] = []
+
+    def watched(images: Tensor) -> Tensor:
+        seen.append(images)
+        return network().eval()(images)
+
+    with torch.no_grad():
+        result = audit(watched, true_field(), most=10, batch=1, progress=lambda *counts: told.append(counts))
+        complete = audit(network(), true_field())
+    assert result.passed
+    assert result.trials == 10 < result.possible == complete.possible == complete.trials
+    assert told == [(done, 10) for done in range(1, 11)]
+    images = torch.cat(seen).view(5, 3, 3, 24, 29)  # five contents: the clean image, then two boxes
+    areas = (images[:, 1:] != images[:, :1]).any(2).sum((2, 3))
+    assert sorted(set(areas.flatten().tolist())) == [1, 6 * 7]
+    assert (
+        len({tuple(each.nonzero()[0].tolist()) for each in (images[:, 1:] != images[:, :1]).any(2).flatten(0, 1)}) == 10
+    )
+
+
+def test_a_sample_finds_the_leak_that_all_boxes_find() -> None:
+    torch.manual_seed(0)
+    leaky = nn.Sequential(nn.Conv2d(3, 8, 3), SqueezeExcite(), nn.Conv2d(8, 4, 1))
+    field = trace_field(nn.Conv2d(3, 4, 3), (24, 29))
+    assert audit(leaky, field, most=5).leaks
+
+
+def test_a_sample_has_at_least_one_box() -> None:
+    with pytest.raises(InputError, match="`most` must be a number of boxes"):
+        audit(network(), true_field(), most=0)

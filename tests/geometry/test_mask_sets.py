@@ -60,6 +60,16 @@ def test_rectangles_of_an_area_are_all_covered() -> None:
     assert not masks.covers(Patch(8, 8))
 
 
+@pytest.mark.parametrize(("size", "area"), [((4, 5), 1), ((8, 8), 8), ((6, 9), 7), ((3, 12), 20)])
+def test_only_rectangles_that_fit_into_no_other_of_the_area_get_masks(size, area) -> None:
+    shapes = [shape for shape in product(*(range(1, side + 1) for side in size)) if shape[0] * shape[1] <= area]
+    largest = [a for a in shapes if not any(a != b and a[0] <= b[0] and a[1] <= b[1] for b in shapes)]
+    boxes = {box for shape in largest for box in MaskSet.covering(size, Patch(*shape), 3).boxes}
+    masks = MaskSet.of_area(size, area, 3)
+    assert set(masks.boxes) == boxes
+    assert len(masks.boxes) == len(boxes)
+
+
 @given(st.integers(2, 6), st.integers(2, 6), st.integers(1, 3), st.data())
 def test_each_position_is_served_by_the_masks_that_contain_it(height, width, per_axis, data) -> None:
     patch = Patch(data.draw(st.integers(1, height)), data.draw(st.integers(1, width)))

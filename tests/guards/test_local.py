@@ -137,7 +137,7 @@ def test_a_larger_patch_never_certifies_more(case):
     assert (small.margin > large.margin).any()
 
 
-@pytest.mark.parametrize("patch", [2, 4])
+@pytest.mark.parametrize("patch", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_the_largest_certified_patch_agrees_with_certify(case, patch):
     guard, images = case
     side = images.shape[-1]
@@ -244,6 +244,7 @@ def chain(model, *steps) -> LocalGuard:
     return LocalGuard(Preprocess(steps), model, Evidence(low=0.0), RobustMasking(masks=ANY_MASKS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "cells"), [("bicubic", (6, 8, 11)), ("bilinear", (5, 7, 9)), ("nearest", (4, 6, 8))])
 @pytest.mark.parametrize("antialias", [True, False])
 def test_resizing_widens_what_a_patch_in_the_source_reaches(bagnet17, mode, cells, antialias):
@@ -253,6 +254,7 @@ def test_resizing_widens_what_a_patch_in_the_source_reaches(bagnet17, mode, cell
     assert found == [(size, size) for size in cells]
 
 
+@pytest.mark.slow
 def test_bagnet17_at_224_pixels_has_the_windows_of_the_paper(bagnet17):
     guard = chain(bagnet17)
     field = guard.field(224, 224)
@@ -429,6 +431,7 @@ def test_the_checks_hold_without_any_type_checker():
     assert len(done.stdout.splitlines()) == 7
 
 
+@pytest.mark.slow
 def test_the_example_runs_and_certifies_something():
     example = Path(__file__).parents[2] / "examples" / "certify_your_own_cnn.py"
     assert len(example.read_text().splitlines()) < 40

@@ -1,10 +1,12 @@
 """PixelMaskGuard against every classifier there is on a few masks, and its contract."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from helpers.small_guards import srf_guard
 from helpers.table_classifier import TableClassifier
 from torch import nn
 
@@ -136,19 +138,21 @@ def test_the_oracle_notices_masks_that_are_believed_without_a_second_round(monke
     assert broken > 0
 
 
-def test_the_label_is_what_the_rule_says() -> None:
-    table, guard = make_table(THREE, 3)
+@pytest.mark.parametrize(("masks", "classes"), [(THREE, 3), (FOUR, 2)])
+def test_the_label_is_what_the_rule_says(masks, classes) -> None:
+    table, guard = make_table(masks, classes)
+    count = len(masks.boxes)
     said = guard.predict(table.images).label.tolist()
     for answers, label in zip(table.tables, said, strict=True):
         by_pair = dict(zip(table.pairs, answers, strict=True)) | {
             (other, one): answer for (one, other), answer in zip(table.pairs, answers, strict=True)
         }
-        single = [by_pair[mask, mask] for mask in range(3)]
-        majority = max(range(3), key=lambda each: (single.count(each), -each))
+        single = [by_pair[mask, mask] for mask in range(count)]
+        majority = max(range(classes), key=lambda each: (single.count(each), -each))
         believed = {
             single[mask]
-            for mask in range(3)
-            if single[mask] != majority and all(by_pair[mask, other] == single[mask] for other in range(3))
+            for mask in range(count)
+            if single[mask] != majority and all(by_pair[mask, other] == single[mask] for other in range(count))
         }
         assert len(believed) <= 1
         assert label == (believed or {majority}).pop()
@@ -305,13 +309,13 @@ def test_a_numpy_function_is_a_classifier_and_its_name_stands_for_it() -> None:
 
 
 def test_networks_and_guards_of_the_package_are_classifiers_too() -> None:
-    network = pg.load("cifar10")
-    images = torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    guard = defend(network, Patch(5), size=(32, 32), masks=2)
+    network = replace(srf_guard(), class_names=("apple", "bread", "cheese"))
+    images = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    guard = defend(network, Patch(5), size=(16, 16), masks=2)
     assert guard.class_names == network.class_names
     assert guard.fill == tuple(network.model.normalize.config()["mean"])
     assert torch.equal(guard.undefended(images), network.local_logits(images).mean((2, 3)).argmax(1))
-    assert defend(network.model, Patch(5), size=(32, 32), masks=2).classes == 10
+    assert defend(network.model, Patch(5), size=(16, 16), masks=2).classes == 3
 
 
 def draw_noise(images):

@@ -20,7 +20,7 @@ THIN = {
 }
 
 # Deep networks whose layers a quicker one of their family has as well: exporting them takes seconds.
-DEEP = ("bagnet17", "bagnet33", "resnet50", "srf_wide", "ds_resnet50")
+DEEP = ("bagnet9", "bagnet17", "bagnet33", "resnet50", "srf_wide", "ds_resnet50")
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -58,6 +58,7 @@ TESTS = {
     "defenses/window_products.py": SUMS,
     "defenses/ties.py": ["defenses/test_ties.py"],
     "geometry/field.py": ["geometry/test_field.py", "geometry/test_preprocess.py"],
+    "geometry/mask_sets.py": ["geometry/test_mask_sets.py", "guards/test_pixel_masks.py"],
     "geometry/preprocess.py": ["geometry/test_preprocess.py"],
     "geometry/resize.py": ["geometry/test_preprocess.py"],
     "geometry/rules/layout.py": [*RULES, "geometry/rules/test_layout.py", "geometry/rules/test_neighborhood.py"],
@@ -72,6 +73,8 @@ TESTS = {
     "verify.py": ["test_verify.py", "test_verify_mutants.py", "test_toy_guard.py"],
     "guard.py": ["guards/test_contract.py", "guards/test_interval.py", "guards/test_local.py", "test_toy_guard.py"],
     "guards/local.py": ["guards/test_local_sizes.py", "guards/test_local_labels.py", "guards/test_local.py"],
+    "guards/mask_rounds.py": ["guards/test_mask_rounds.py", "guards/test_pixel_masks.py"],
+    "guards/pixel_masks.py": ["guards/test_mask_rounds.py", "guards/test_pixel_masks.py"],
     "guards/cell_claims.py": ["storage/test_certificate_file.py"],
     "storage/certificate_file.py": ["storage/test_certificate_file.py"],
 }

@@ -43,6 +43,7 @@ FAST = Options(
 )
 
 
+@pytest.mark.slow
 def test_an_attack_through_the_smoothing_breaks_what_one_on_the_bare_network_does_not():
     images = StudyImages(dark_images(4), torch.zeros(4, dtype=torch.int64), tuple(range(4)))
     kept = compare(undefended_guard(Texture()), images, FAST)
@@ -99,6 +100,7 @@ def test_a_refuted_certificate_is_counted():
     assert StillCorrect(clean=yes, plain=yes, adaptive=no).refuted.tolist() == [False, False]
 
 
+@pytest.mark.slow
 def test_the_experiment_compares_the_models_of_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = randomize_weights(build("resnet18", classes=10, width=0.1, small_images=True))
     context = Context(cache=tmp_path, limit=2)

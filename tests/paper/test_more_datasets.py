@@ -162,6 +162,7 @@ def test_imagenet_experiments_run_on_a_folder_of_a_thousand_classes(
     assert any("short attack" in note for note in result.notes)
 
 
+@pytest.mark.slow
 def test_photo_experiments_run_on_a_folder_of_photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for part in ("train", "val"):
         paint(tmp_path / part, tuple(IMAGENETTE_BY_WORDNET), each=2, side=24)

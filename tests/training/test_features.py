@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 from helpers.stripe_dataset import striped_recipe, stripes
 
@@ -64,6 +65,7 @@ def test_features_of_a_stopped_run_are_not_computed_again(tmp_path: Path) -> Non
     assert seen[4:] == [16, 32, 48, 64]
 
 
+@pytest.mark.slow
 def test_a_run_with_frozen_features_leaves_the_guard_and_not_the_features(tmp_path: Path, monkeypatch: object) -> None:
     trainer = frozen_trainer(tmp_path, stripes(64))
     monkeypatch.setattr(run, "load_data", lambda options, device: (*hold_out(stripes(84), 20), None))

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from helpers.stripe_dataset import folder_options, write_stripes
 from typer.testing import CliRunner
@@ -55,6 +56,7 @@ def test_positions_are_sampled_uniformly_and_each_patch_is_whole() -> None:
     assert len(inside.flatten(0, 1).unique(dim=0)) == 9
 
 
+@pytest.mark.slow
 def test_the_command_trains_and_the_file_certifies(tmp_path: Path) -> None:
     data = write_stripes(tmp_path / "pictures")
     changes = {

@@ -34,6 +34,7 @@ def start_rank(rank: int, port: int, path: Path) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, script, str(path)], env=environment, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_a_step_of_two_processes_is_that_of_one(tmp_path: Path) -> None:
     path = tmp_path / "state"
     with socket.socket() as free:

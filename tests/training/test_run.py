@@ -126,6 +126,7 @@ def striped(monkeypatch: pytest.MonkeyPatch) -> Splits:
     return splits
 
 
+@pytest.mark.slow
 def test_a_run_stops_resumes_and_measures_the_file_that_it_wrote(striped: Splits, tmp_path: Path) -> None:
     run_options = options(tmp_path, test=True, checkpoint_seconds=0.0)
     records: list[dict[str, object]] = []

@@ -198,6 +198,7 @@ def test_masks_of_a_loss_can_be_given_in_cells() -> None:
 # -- trained models ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_student_starts_from_one_model_and_learns_from_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

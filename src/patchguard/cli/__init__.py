@@ -40,7 +40,6 @@ app = typer.Typer(
     help="Certified robustness of image classifiers against adversarial patches.",
     epilog="Example: patchguard audit --model bagnet17",
     no_args_is_help=True,
-    add_completion=False,
 )
 
 
@@ -55,7 +54,9 @@ def _show_version(wanted: bool) -> bool:
 def options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit."),
+        typer.Option(
+            "--version", metavar="", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Certified robustness of image classifiers against adversarial patches."""

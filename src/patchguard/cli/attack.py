@@ -8,24 +8,32 @@ import typer
 
 from patchguard.cli.common import (
     DEFENSES,
+    IMAGES,
+    RULE,
+    RUN,
     AsJson,
     BatchSize,
     Data,
     Device,
     Evidence,
+    Force,
     Limit,
     MixVersions,
     Model,
     PatchSpace,
+    Quiet,
     Root,
     Tau,
     Threshold,
+    TrustCode,
+    Unlabeled,
     describe_classes,
+    name_run,
     percent,
-    plain_name,
     resumable,
     screen,
     shown,
+    write_options,
 )
 from patchguard.cli.progress import show_progress
 from patchguard.errors import InputError, nearest
@@ -37,6 +45,7 @@ if TYPE_CHECKING:
     from patchguard.runs.engine import Outcome
     from patchguard.runs.summary import AttackSummary
 
+ATTACK = "The attack"  # a panel of the help
 REFUTED = 3  # the exit status that says: a certified label was changed
 # What an attack is allowed; a setting that the chosen attack has not is passed over.
 BUDGETS: dict[str, dict[str, Any]] = {
@@ -47,43 +56,83 @@ BUDGETS: dict[str, dict[str, Any]] = {
 
 def attack(
     model: Model = "cifar10",
+    trust_code: TrustCode = False,
     data: Data = "sample",
     root: Root = None,
+    unlabeled: Unlabeled = False,
     patch: Annotated[
         str,
-        typer.Option(help="5, 24x88 or 2%. Default: the patch the model was trained against.", show_default=False),
+        typer.Option(
+            help="5, 24x88 or 2%. Default: the patch the model was trained against.",
+            show_default=False,
+            rich_help_panel=IMAGES,
+        ),
     ] = "",
     patch_space: PatchSpace = "source",
     attack: Annotated[
-        str, typer.Option(help="adaptive, patch_pgd, universal_patch, noise, colors or copy.")
+        str,
+        typer.Option(
+            help="adaptive, patch_pgd, universal_patch, noise, colors, copy, or one that you installed.",
+            rich_help_panel=ATTACK,
+        ),
     ] = "adaptive",
     budget: Annotated[
         str,
-        typer.Option(help="quick, paper (500 steps, 5 locations), or any settings of the attack: steps=50,restarts=2."),
+        typer.Option(
+            help="quick, paper (500 steps, 5 locations), or any settings of the attack: steps=50,restarts=2.",
+            rich_help_panel=ATTACK,
+        ),
     ] = "",
-    steps: Annotated[int | None, typer.Option(help="Gradient steps per location.", show_default=False)] = None,
-    locations: Annotated[int | None, typer.Option(help="Locations to try.", show_default=False)] = None,
-    restarts: Annotated[int | None, typer.Option(help="Random restarts per location.", show_default=False)] = None,
-    step_size: Annotated[
-        float | None, typer.Option(help="How far a step moves a pixel, from 0 to 1.", show_default=False)
+    steps: Annotated[
+        int | None, typer.Option(help="Gradient steps per location.", show_default=False, rich_help_panel=ATTACK)
     ] = None,
-    aim: Annotated[str, typer.Option(help="Targeted attack: a class by name or number that must be the answer.")] = "",
-    seed: Annotated[int, typer.Option(help="With the number of an image, decides all that is random in it.")] = 0,
-    defense: Annotated[str, typer.Option(help=f"Use another defense: {DEFENSES}; MaskedAgreement raises alerts.")] = "",
+    locations: Annotated[
+        int | None, typer.Option(help="Locations to try.", show_default=False, rich_help_panel=ATTACK)
+    ] = None,
+    restarts: Annotated[
+        int | None, typer.Option(help="Random restarts per location.", show_default=False, rich_help_panel=ATTACK)
+    ] = None,
+    step_size: Annotated[
+        float | None,
+        typer.Option(help="How far a step moves a pixel, from 0 to 1.", show_default=False, rich_help_panel=ATTACK),
+    ] = None,
+    aim: Annotated[
+        str,
+        typer.Option(
+            help="Targeted attack: a class by name or number that must be the answer.", rich_help_panel=ATTACK
+        ),
+    ] = "",
+    seed: Annotated[
+        int,
+        typer.Option(help="With the number of an image, decides all that is random in it.", rich_help_panel=ATTACK),
+    ] = 0,
+    defense: Annotated[
+        str,
+        typer.Option(help=f"Use another defense: {DEFENSES}; MaskedAgreement raises alerts.", rich_help_panel=RULE),
+    ] = "",
     evidence: Evidence = "",
     threshold: Threshold = "",
     tau: Tau = None,
     limit: Limit = None,
     only: Annotated[
-        int | None, typer.Option(help="Attack only the image of this number, as in the run.", show_default=False)
+        int | None,
+        typer.Option(
+            help="Attack only the image of this number, as in the run.", show_default=False, rich_help_panel=IMAGES
+        ),
     ] = None,
     batch_size: BatchSize = None,
     device: Device = "auto",
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder of the run. Default: runs/<model>-<data>-<attack>.", show_default=False),
+        typer.Option(
+            help="Folder of the run. Default: runs/<model>-<data>-<attack>-<patch>.",
+            show_default=False,
+            rich_help_panel=RUN,
+        ),
     ] = None,
+    force: Force = False,
     mix_versions: MixVersions = False,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Attack images: change the pixels of a patch until the label falls; measure the gap between proof and attack.
@@ -103,7 +152,7 @@ def attack(
     built = build(attack, **_read_settings(attack, budget, options))
     if seed < 0:
         raise InputError(f"`--seed` must be a whole number of at least 0; got {seed}.")
-    source = open_sources([data], root)
+    source = open_sources([data], root, labeled=not unlabeled)
     source = source if limit is None else source.limit(limit)
     if only is not None and not 0 <= only < len(source):
         raise InputError(f"`--only` must be the number of an image, 0 to {len(source) - 1}; got {only}.")
@@ -111,6 +160,7 @@ def attack(
         source=source,
         data=data,
         model=model,
+        trust_code=trust_code,
         patches=[patch] if patch else (),
         defense=defense,
         evidence=evidence,
@@ -124,8 +174,10 @@ def attack(
         job = replace(job, source=job.source.subset([only]))
     words = {
         "model": model,
+        "trust_code": trust_code,
         "data": data,
         "root": root,
+        "unlabeled": unlabeled,
         "patch": job.patches[0].key,
         "patch_space": "" if patch_space == "source" else patch_space,
         "attack": attack,
@@ -150,12 +202,12 @@ def attack(
         aim=_read_class(aim, job.class_names),
         seed=seed,
         numbers=None if only is None else (only,),
-        command=("patchguard", "attack", *_write_options(words)),
+        command=("patchguard", "attack", *write_options(words)),
         model=model,
     )
-    names = [plain_name(job.model), plain_name(job.data), plain_name(attack), *([] if only is None else [str(only)])]
-    folder = out or Path("runs") / "-".join(names)
-    shown_here, total = runtime.rank() == 0, len(job.source)
+    names = (job.model, job.data, attack, job.patches[0].key, "" if only is None else str(only))
+    folder = out or name_run(*names)
+    shown_here, total = runtime.rank() == 0 and not quiet, len(job.source)
     with resumable(folder), show_progress("attacking", total, unit="images", shown=shown_here) as progress:
         outcome = refute(
             trial,
@@ -166,9 +218,10 @@ def attack(
                 hunt.images, note=_describe(hunt, labeled=job.source.targets is not None)
             ),
             mix_versions=mix_versions,
+            force=force,
         )
     if outcome is not None:
-        _show(outcome, trial, folder, as_json)
+        _show(outcome, trial, folder, as_json, quiet)
 
 
 def _read_settings(name: str, budget: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -180,7 +233,8 @@ def _read_settings(name: str, budget: str, options: dict[str, Any]) -> dict[str,
     if name not in attacks.ATTACKS:
         known = list(attacks.ATTACKS)
         raise InputError(f"`--attack` must be one of {', '.join(known)}; got {name!r}. {nearest(name, known)}")
-    known_fields = fields(getattr(attacks, attacks.ATTACKS[name]))
+    kind: Any = attacks.ATTACKS[name]
+    known_fields = fields(kind)
     has = [field.name for field in known_fields]
     if budget in BUDGETS:
         settings = {key: value for key, value in BUDGETS[budget].items() if key in has}
@@ -227,16 +281,6 @@ def _read_class(text: str, names: tuple[str, ...]) -> int | None:
     return number
 
 
-def _write_options(words: dict[str, Any]) -> list[str]:
-    """Return options as they are typed; those that are empty are left out."""
-    return [
-        part
-        for name, value in words.items()
-        if value not in (None, "")
-        for part in (f"--{name.replace('_', '-')}", str(value))
-    ]
-
-
 def _describe(hunt: "Hunt", *, labeled: bool) -> str:
     counts = hunt.tally.counts
     if not counts["read"]:
@@ -250,7 +294,7 @@ def _describe(hunt: "Hunt", *, labeled: bool) -> str:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def _show(outcome: "Outcome[AttackSummary]", trial: "Trial", folder: Path, as_json: bool) -> None:
+def _show(outcome: "Outcome[AttackSummary]", trial: "Trial", folder: Path, as_json: bool, quiet: bool) -> None:
     from patchguard.report import render as report
     from patchguard.runs.summary import to_json
 
@@ -261,6 +305,8 @@ def _show(outcome: "Outcome[AttackSummary]", trial: "Trial", folder: Path, as_js
     if as_json:
         typer.echo(f"model: {trial.job.file}", err=True)
         typer.echo(to_json(summary), nl=False)
+    elif quiet:
+        typer.echo(page)
     else:
         output = screen()
         settings, seconds = summary.settings, summary.seconds

@@ -7,81 +7,128 @@ import typer
 
 from patchguard.cli.common import (
     DEFENSES,
+    IMAGES,
+    OUTPUT,
+    RULE,
+    RUN,
     AsJson,
     BatchSize,
     Data,
     Device,
     Evidence,
+    Force,
     Limit,
     MixVersions,
     Model,
     PatchSpace,
+    Quiet,
     Root,
     Tau,
     Threshold,
+    TrustCode,
+    Unlabeled,
     describe_classes,
+    name_run,
     percent,
-    plain_name,
     resumable,
     screen,
     shown,
+    write_options,
 )
+from patchguard.cli.finished import find_finished, remember
 from patchguard.cli.progress import show_progress
 from patchguard.errors import InputError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from patchguard.runs.engine import Outcome
-    from patchguard.runs.job import Job
     from patchguard.runs.metrics import CertifyTally
     from patchguard.runs.summary import CertifySummary
 
 
 def certify(
     model: Model = "cifar10",
+    trust_code: TrustCode = False,
     data: Data = "sample",
     root: Root = None,
+    unlabeled: Unlabeled = False,
     patch: Annotated[
         list[str] | None,
         typer.Option(
             help="5, 24x88 or 2%; may be repeated. Default: the patch the model was trained against.",
             show_default=False,
+            rich_help_panel=IMAGES,
         ),
     ] = None,
     patch_space: PatchSpace = "source",
-    defense: Annotated[str, typer.Option(help=f"Use another defense: {DEFENSES}.")] = "",
+    defense: Annotated[str, typer.Option(help=f"Use another defense: {DEFENSES}.", rich_help_panel=RULE)] = "",
     evidence: Evidence = "",
     threshold: Threshold = "",
     tau: Tau = None,
-    top_k: Annotated[int, typer.Option(help="Prove that the label stays among the k best.")] = 1,
+    top_k: Annotated[int, typer.Option(help="Prove that the label stays among the k best.", rich_help_panel=RULE)] = 1,
     limit: Limit = None,
     batch_size: BatchSize = None,
     device: Device = "auto",
     out: Annotated[
-        Path | None, typer.Option(help="Folder of the run. Default: runs/<model>-<data>.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="Folder of the run. Default: runs/<model>-<data>-<patch>.", show_default=False, rich_help_panel=RUN
+        ),
     ] = None,
     certificates: Annotated[
-        Path | None, typer.Option(help="Also write a certificate file per image and patch into this folder.")
+        Path | None,
+        typer.Option(
+            help="Also write a certificate file per image and patch into this folder.", rich_help_panel=OUTPUT
+        ),
     ] = None,
+    force: Force = False,
     mix_versions: MixVersions = False,
+    quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
     """Certify images: prove for each that no patch changes its label; write records, a summary and a report.
 
-    A run that was stopped is resumed by the same command. Labeled images also give accuracies, each with its 95 %
-    interval.
+    A run that was stopped is resumed by the same command. In the folder of a run, more images and more --patch extend
+    it. Labeled images also give accuracies, each with its 95 % interval.
     """
+    words = {
+        "model": model,
+        "trust_code": trust_code,
+        "data": data,
+        "root": root,
+        "unlabeled": unlabeled,
+        "patch_space": "" if patch_space == "source" else patch_space,
+        "defense": defense,
+        "evidence": evidence,
+        "threshold": threshold,
+        "tau": tau,
+        "top_k": "" if top_k == 1 else top_k,
+        "limit": limit,
+        "out": out,
+        "certificates": certificates,
+    }
+    asked = [*write_options(words), *(patch or ())]
+    if not force and certificates is None and (finished := find_finished(asked, model, data, out)) is not None:
+        _show(
+            finished.read_summary(),
+            finished.model,
+            finished.folder,
+            already_complete=True,
+            as_json=as_json,
+            quiet=quiet,
+        )
+        return
     from patchguard import runtime
     from patchguard.runs.certify import certify as certify_all
     from patchguard.runs.images import open_sources
     from patchguard.runs.job import prepare
 
-    source = open_sources([data], root)
+    source = open_sources([data], root, labeled=not unlabeled)
     job = prepare(
         source=source if limit is None else source.limit(limit),
         data=data,
         model=model,
+        trust_code=trust_code,
         patches=patch or (),
         defense=defense,
         evidence=evidence,
@@ -91,10 +138,10 @@ def certify(
         top_k=top_k,
         certificates=certificates,
     )
-    folder = out or Path("runs") / f"{plain_name(job.model)}-{plain_name(job.data)}"
+    folder = out or name_run(job.model, job.data, *(patch.key for patch in job.patches))
     if certificates is not None:
         _make_folder(certificates)
-    shown_here, total = runtime.rank() == 0, len(job.source)
+    shown_here, total = runtime.rank() == 0 and not quiet, len(job.source)
     with resumable(folder), show_progress("certifying", total, unit="images", shown=shown_here) as progress:
         outcome = certify_all(
             job,
@@ -103,9 +150,14 @@ def certify(
             batch_size=batch_size,
             progress=lambda tally: progress.update(tally.images, note=_describe(tally)),
             mix_versions=mix_versions,
+            force=force,
+            command=("patchguard", "certify", *write_options(words)),
         )
     if outcome is not None:
-        _show(outcome, job, folder, as_json)
+        about = "" if job.file is None else str(job.file)
+        _show(outcome.summary, about, folder, already_complete=outcome.already_complete, as_json=as_json, quiet=quiet)
+        if certificates is None:
+            remember(folder, asked, model, data, None if job.file is None else job.file.path, about)
 
 
 def _make_folder(folder: Path) -> None:
@@ -127,16 +179,21 @@ def _describe(tally: "CertifyTally") -> str:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def _show(outcome: "Outcome[CertifySummary]", job: "Job", folder: Path, as_json: bool) -> None:
+def _show(
+    summary: "CertifySummary", model: str, folder: Path, *, already_complete: bool, as_json: bool, quiet: bool
+) -> None:
     from patchguard.report import render as report
     from patchguard.runs.summary import to_json
 
     page = report.write([folder])
     if as_json:
-        typer.echo(f"model: {job.file}", err=True)
-        typer.echo(to_json(outcome.summary), nl=False)
+        typer.echo(f"model: {model}", err=True)
+        typer.echo(to_json(summary), nl=False)
         return
-    output, summary = screen(), outcome.summary
+    if quiet:
+        typer.echo(page)
+        return
+    output = screen()
     settings, seconds = summary.settings, summary.seconds
     if note := describe_classes(settings.class_names, labeled=summary.labeled):
         output.print(shown(note), soft_wrap=True, highlight=False)
@@ -150,7 +207,8 @@ def _show(outcome: "Outcome[CertifySummary]", job: "Job", folder: Path, as_json:
     )
     if settings.patch_space == "input":
         output.print("patches in network pixels, placed after resizing and cropping", soft_wrap=True)
-    output.print(f"model: {shown(str(job.file))}", soft_wrap=True, highlight=False)
+    if model:
+        output.print(f"model: {shown(model)}", soft_wrap=True, highlight=False)
     output.print(make_table(summary))
     if summary.errors:
         output.print(f"images without an answer: {summary.errors:,}; the records say why", soft_wrap=True)
@@ -162,7 +220,7 @@ def _show(outcome: "Outcome[CertifySummary]", job: "Job", folder: Path, as_json:
             f"{seconds.images_per_second:.1f} images per second",
             soft_wrap=True,
         )
-    output.print(f"{'already complete: ' if outcome.already_complete else ''}{shown(str(page))}", soft_wrap=True)
+    output.print(f"{'already complete: ' if already_complete else ''}{shown(str(page))}", soft_wrap=True)
 
 
 def make_table(summary: "CertifySummary") -> "Table":

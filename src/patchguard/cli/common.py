@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,43 +21,106 @@ STOPPED = 130  # the exit status that a shell expects of a command that Ctrl-C e
 
 # -- options that mean the same in every command -----------------------------------------------------------------------
 
-DEFENSES = "RobustMasking, DoubleMasking, ClippedSum, MajorityVote, CellMasking, Median, TrimmedMean or Undefended"
+# Panels of the help.
+IMAGES, RULE, RUN, OUTPUT = "Images and patch", "Model and rule", "The run", "Output"
 
-Model = Annotated[str, typer.Option(help="A checkpoint that `patchguard models` lists, or a file.")]
+DEFENSES = (
+    "RobustMasking, DoubleMasking, ClippedSum, MajorityVote, CellMasking, Median, TrimmedMean, Undefended, or one that "
+    "you installed"
+)
+
+Model = Annotated[
+    str,
+    typer.Option(
+        help="A checkpoint that `patchguard models` lists, a file, or a network of yours: my_net.py:make_model.",
+        rich_help_panel=RULE,
+    ),
+]
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code", metavar="", help="Run the code that --model, or the model file, names.", rich_help_panel=RULE
+    ),
+]
 Data = Annotated[
-    str, typer.Option(help="sample, a known dataset, a folder of class folders, or a folder or 'pattern' of images.")
+    str,
+    typer.Option(
+        help="sample, a known dataset, a folder of class folders, or a folder or 'pattern' of images.",
+        rich_help_panel=IMAGES,
+    ),
+]
+Unlabeled = Annotated[
+    bool,
+    typer.Option(
+        "--unlabeled", metavar="", help="Do not take the names of folders for true classes.", rich_help_panel=IMAGES
+    ),
 ]
 Root = Annotated[
     Path | None,
     typer.Option(
-        help="Folder of datasets. Default: $PATCHGUARD_DATA, or ~/.cache/patchguard/data.", show_default=False
+        help="Folder of datasets. Default: $PATCHGUARD_DATA, or ~/.cache/patchguard/data.",
+        show_default=False,
+        rich_help_panel=IMAGES,
     ),
 ]
 PatchSpace = Annotated[
     str,
-    typer.Option(help="Where the patch lies: in the source image, or in the network's input after resize and crop."),
+    typer.Option(
+        help="Where the patch lies: in the source image, or in the network's input after resize and crop.",
+        rich_help_panel=IMAGES,
+    ),
 ]
 Evidence = Annotated[
-    str, typer.Option(help="Use another kind of evidence: logits, confidence, vote, prediction or tanh.")
+    str,
+    typer.Option(
+        help="Use another kind of evidence: logits, confidence, vote, prediction or tanh.", rich_help_panel=RULE
+    ),
 ]
-Threshold = Annotated[str, typer.Option(help="Detection threshold T of RobustMasking, such as 0.2 or 1/5.")]
+Threshold = Annotated[
+    str, typer.Option(help="Detection threshold T of RobustMasking, such as 0.2 or 1/5.", rich_help_panel=RULE)
+]
 Tau = Annotated[
     float | None,
     typer.Option(
         help="Lead, in units of evidence, that DoubleMasking asks of a mask that overrules the majority. "
         "Default: the model's, or 0 with another rule or evidence.",
         show_default=False,
+        rich_help_panel=RULE,
     ),
 ]
-Limit = Annotated[int | None, typer.Option(help="Use only this many evenly spaced images.", show_default=False)]
+Limit = Annotated[
+    int | None,
+    typer.Option(help="Use only this many evenly spaced images.", show_default=False, rich_help_panel=IMAGES),
+]
 BatchSize = Annotated[
-    int | None, typer.Option(help="Images per batch. Default: 16 on a CPU, 512 on a GPU.", show_default=False)
+    int | None,
+    typer.Option(help="Images per batch. Default: 16 on a CPU, 512 on a GPU.", show_default=False, rich_help_panel=RUN),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, or cuda:1 and so on.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, or cuda:1 and so on.", rich_help_panel=RUN)]
 MixVersions = Annotated[
-    bool, typer.Option("--mix-versions", help="Resume a run that another version of patchguard or torch began.")
+    bool,
+    typer.Option(
+        "--mix-versions",
+        metavar="",
+        help="Resume a run that another version of patchguard or torch began.",
+        rich_help_panel=RUN,
+    ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print summary.json instead of the table.")]
+Force = Annotated[
+    bool,
+    typer.Option(
+        "--force", metavar="", help="Remove the run that is in the folder, and start over.", rich_help_panel=RUN
+    ),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", metavar="", help="Print summary.json instead of the table.", rich_help_panel=OUTPUT)
+]
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", "-q", metavar="", help="Print the path of the report and nothing else.", rich_help_panel=OUTPUT
+    ),
+]
 
 
 # -- the screen --------------------------------------------------------------------------------------------------------
@@ -111,6 +174,20 @@ def describe_classes(class_names: Sequence[str], *, labeled: bool) -> str:
 def plain_name(text: str) -> str:
     """Return a name that every file system accepts."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.") or "images"
+
+
+def name_run(*parts: str) -> Path:
+    """Return the default folder of a run: what it is about, in words that every file system accepts."""
+    return Path("runs") / "-".join(plain_name(part.replace("%", "percent")) for part in parts if part)
+
+
+def write_options(words: dict[str, Any]) -> list[str]:
+    """Return options as they are typed; those that are empty or off are left out."""
+    parts: list[str] = []
+    for name, value in words.items():
+        if value not in (None, "", False):
+            parts += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return parts
 
 
 def sides(size: str) -> tuple[int, int]:

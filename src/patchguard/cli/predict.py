@@ -5,12 +5,13 @@ from typing import Annotated, Any
 
 import typer
 
-from patchguard.cli.common import BatchSize, Device, Model, Root, describe_classes, screen, shown
+from patchguard.cli.common import BatchSize, Device, Model, Root, TrustCode, describe_classes, screen, shown
 
 
 def predict(
     images: Annotated[list[str], typer.Argument(help="Image files, folders or 'patterns'.", metavar="IMAGE...")],
     model: Model = "cifar10",
+    trust_code: TrustCode = False,
     root: Root = None,
     patch: Annotated[
         list[str] | None,
@@ -18,7 +19,9 @@ def predict(
     ] = None,
     batch_size: BatchSize = None,
     device: Device = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per image, as it is done.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print one JSON object per image, as it is done.")
+    ] = False,
 ) -> None:
     """Label images. With --patch, also say whether the label is certified: no such patch can change it.
 
@@ -29,7 +32,7 @@ def predict(
     from patchguard.runs.job import prepare
 
     source = open_sources(images, root, labeled=False)
-    job = prepare(source=source, data=images[0], model=model, patches=patch or (), curve=False)
+    job = prepare(source=source, data=images[0], model=model, patches=patch or (), curve=False, trust_code=trust_code)
     typer.echo(f"model: {shown(str(job.file))}", err=True)
     if note := describe_classes(job.guard.class_names, labeled=False):
         typer.echo(shown(note), err=True)

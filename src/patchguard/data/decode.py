@@ -9,9 +9,11 @@ Pillow only decodes; resizing is the project's own. The rule for what a file may
     animation      the first frame
 """
 
+import importlib
 import io
 import os
 import stat
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import final
@@ -32,11 +34,13 @@ TILE = 1 << 22  # pixels that are converted at once
 
 # Bytes per pixel that Pillow holds of an image in a mode, and that the decoder of a format takes besides, as measured.
 STORED = {**dict.fromkeys(("1", "L", "P"), 1), **dict.fromkeys(("I;16", "I;16B", "I;16L", "I;16N"), 2)}
-DECODER = {"AVIF": 8, "JPEG": 6, "JPEG2000": 21, "MPO": 6, "TIFF": 8, "WEBP": 12}
+DECODER = {"AVIF": 8, "HEIF": 12, "JPEG": 6, "JPEG2000": 21, "MPO": 6, "TIFF": 8, "WEBP": 12}
 OURS = 3
 
 # No format that runs another program (EPS) or has no agreed meaning as a picture.
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+FORMATS = ("AVIF", "BMP", "GIF", "HEIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+
+HEIC = tuple(b"ftyp" + brand for brand in (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"))
 
 ORIENTATION = 0x0112
 UPRIGHT = {
@@ -101,6 +105,8 @@ def _decoded(file: io.BufferedReader | io.BytesIO, name: str) -> UInt8[Tensor, "
         except Unreadable as error:
             raise Unreadable(name, error.reason) from None
         except UnidentifiedImageError:
+            if _is_heic(file):
+                raise Unreadable(name, "is a HEIC photo; install pillow-heif to read it") from None
             raise Unreadable(name, f"is not an image of a known kind ({', '.join(_formats())})") from None
         except Image.DecompressionBombError:
             raise Unreadable(name, _too_large("more than twice as many")) from None
@@ -132,7 +138,15 @@ def _brief(error: Exception) -> str:
 @cache
 def _formats() -> tuple[str, ...]:
     Image.init()
+    with suppress(ImportError):
+        importlib.import_module("pillow_heif").register_heif_opener()
     return tuple(name for name in FORMATS if name in Image.OPEN)
+
+
+def _is_heic(file: io.BufferedReader | io.BytesIO) -> bool:
+    """Return whether a file says that it is a photo of a phone that Pillow alone does not read."""
+    file.seek(4)
+    return file.read(8) in HEIC
 
 
 def _upright(image: Image.Image) -> Image.Image:

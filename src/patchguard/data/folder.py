@@ -2,28 +2,46 @@
 
     <folder>/*.jpg                             images without classes
     <folder>/<class>/**/*.jpg                  a class per sub-folder, numbered in sorted order
+    <folder>/<date>/**/*.jpg                   images without classes
     <folder>/train/<class>/, .../val/<class>/  an official split; `test/` where there is no `val/`
 
 Hidden files and files without an extension of an image are ignored and counted. Links are followed.
 """
 
+import glob
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import final
 
 from patchguard.data.catalog import CATALOG, CATS_VS_DOGS_CLASSES, FLOWERS_CLASSES, IMAGENETTE_BY_WORDNET
-from patchguard.data.dataset import SPLIT_SEED, sample_evenly
 from patchguard.errors import InputError, nearest
 
 logger = logging.getLogger(__name__)
 
 EXTENSIONS = (
-    *(".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pgm", ".png", ".pnm", ".ppm"),
+    *(
+        ".avif",
+        ".bmp",
+        ".gif",
+        ".heic",
+        ".heif",
+        ".jfif",
+        ".jp2",
+        ".jpe",
+        ".jpeg",
+        ".jpg",
+        ".pgm",
+        ".png",
+        ".pnm",
+        ".ppm",
+    ),
     *(".tif", ".tiff", ".webp"),
 )
+DATE = re.compile(r"(19|20)\d\d([-_. ]?(0[1-9]|1[0-2])([-_. ]?(0[1-9]|[12]\d|3[01]))?)?")  # 2024, 2024-05, 20240517
 PARTS = ("train", "val", "test")
 TEST_FRACTION = 5  # one image in this many is for testing, where a set has no official split
 
@@ -55,10 +73,33 @@ def is_image(name: str) -> bool:
 
 
 def list_folder(root: Path) -> Listing:
-    """Return the images in a folder: those of its test part, of its class folders, or the images themselves."""
+    """Return the images in a folder: those of its test part, of its class folders, or the images themselves.
+
+    Folders that are all named by dates, as cameras and phones make them, are not classes.
+    """
     prefix = _find_prefix(root)
     parts = _find_parts(root / prefix)
-    return _list_unsplit(root, prefix) if parts is None else _list_parts(root, prefix, *parts)[1]
+    if parts is not None:
+        return _list_parts(root, prefix, *parts)[1]
+    listing = _list_unsplit(root, prefix)
+    if listing.class_names and all(DATE.fullmatch(name) for name in listing.class_names):
+        return replace(listing, targets=None, class_names=())
+    return listing
+
+
+def match_pattern(pattern: str) -> Listing:
+    """Return the images that a pattern such as photos/*.jpg matches, not labeled."""
+    parts = PurePath(pattern).parts
+    fixed = next((index for index, part in enumerate(parts) if glob.has_magic(part)), len(parts))
+    root = Path(*parts[:fixed])
+    matches = [Path(match) for match in glob.iglob(pattern, recursive=True)]
+    files = [match for match in matches if not match.is_dir()]
+    names = sorted(match.relative_to(root).as_posix() for match in files if is_image(match.name))
+    if not names:
+        raise InputError(
+            f"no image matches {pattern} ({len(files)} other files do). Check the pattern, and quote it in a shell."
+        )
+    return Listing(root, tuple(names), None, (), len(files) - len(names))
 
 
 def list_splits(root: Path) -> tuple[Listing, Listing]:
@@ -75,6 +116,8 @@ def list_splits(root: Path) -> tuple[Listing, Listing]:
         raise InputError(f"{root} must hold one folder per class; it holds images only. Sort them into folders.")
     if len(whole.names) < TEST_FRACTION:
         raise InputError(f"{root} must hold at least {TEST_FRACTION} images to be split; got {len(whole.names)}.")
+    from patchguard.data.dataset import SPLIT_SEED, sample_evenly  # torch: listing alone must not wait for it
+
     test = sample_evenly(len(whole.names) // TEST_FRACTION, len(whole.names), SPLIT_SEED)
     train = sorted({*range(len(whole.names))} - {*test})
     return whole.subset(train), whole.subset(test)

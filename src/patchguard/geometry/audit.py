@@ -34,15 +34,16 @@ class Leak:
 class Audit:
     """The result of an audit.
 
-    `trials` boxes were rewritten. `moved` counts the cells that changed inside the field; at 0 the audit shows
-    nothing. `drift` is the largest change outside; `leaks` are the worst changes
-    above `tolerance`, largest first.
+    `trials` boxes were rewritten, of `possible` ones. `moved` counts the cells that changed inside the field; at 0 the
+    audit shows nothing. `drift` is the largest change outside; `leaks` are the worst changes above `tolerance`, largest
+    first.
     """
 
     grid: tuple[int, int]
     size: tuple[int, int]
     stride: tuple[int | None, int | None]
     trials: int
+    possible: int
     moved: int
     drift: float
     tolerance: float
@@ -64,6 +65,8 @@ def audit(
     tolerance: float = 0.0,
     batch: int = 16,
     seed: int = 0,
+    most: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Audit:
     """Rewrite one box of pixels at a time and compare every cell outside its reach with the clean image's.
 
@@ -71,7 +74,8 @@ def audit(
     pixels. It runs in evaluation mode on the device and in the precision of `image`, or else of its own first
     tensor. Boxes: for every patch (by default 1 x 1 and a quarter of the image) and per axis, both borders
     and one position of every residue modulo the stride. Contents: 0, 1 and noise on a noise image (or
-    `image`), 1 on black, 0 on white.
+    `image`), 1 on black, 0 on white. `most` is about how many boxes are rewritten in all; the contents take turns at
+    leaving some out. `progress` is told how many are done, and of how many.
 
     Each changed image is compared with the untouched one at the same place of a batch of the same size, so a
     kernel that works on one image after the other, in a fixed order, gives equal bits outside the field: the
@@ -84,6 +88,8 @@ def audit(
         raise InputError(f"`image` must have the field's {height} x {width} pixels; got {tuple(image.shape)}.")
     if not tolerance >= 0 or batch < 1:
         raise InputError(f"`tolerance` must be at least 0 and `batch` at least 1; got {tolerance} and {batch}.")
+    if most is not None and most < 1:
+        raise InputError(f"`most` must be a number of boxes of at least 1, or None for all; got {most}.")
     device, dtype = device_and_dtype(module) if image is None else (image.device, image.dtype)
     generator = torch.Generator().manual_seed(seed)
     noise = torch.rand(3, height, width, generator=generator)
@@ -98,14 +104,17 @@ def audit(
     if patches is None:
         patches = (Patch(1), Patch(max(height // 4, 1), max(width // 4, 1)))
 
+    every = [_boxes(field, patches, generator) for _ in scenes]
+    chosen = [_choose(boxes, most, number, len(scenes)) for number, boxes in enumerate(every)]
+    possible, total = (sum(map(len, each)) for each in (every, chosen))
     trials = moved = 0
     drift = 0.0
     leaks: list[Leak] = []
     with eval_mode(module):
-        for background, content in scenes:
-            clean = background.to(device, dtype).expand(batch, -1, -1, -1).contiguous()
+        for (background, content), scene in zip(scenes, chosen, strict=True):
+            clean = background.to(device, dtype).expand(min(batch, len(scene)), -1, -1, -1).contiguous()
             expected = _local_logits(module, clean, field)
-            for boxes in _batches(_boxes(field, patches, generator), batch):
+            for boxes in _batches(scene, batch):
                 rewritten = torch.stack([_rewrite(background, box, content, generator) for box in boxes])
                 changed = clean.clone()
                 changed[: len(boxes)] = rewritten.to(device, dtype)
@@ -118,7 +127,17 @@ def audit(
                     leaks.append(Leak((row, column), boxes[trial], float(change[trial, row, column])))
                 leaks = sorted(leaks, key=lambda leak: -leak.change)[:_MOST_LEAKS]
                 trials += len(boxes)
-    return Audit(field.grid, field.size, field.stride, trials, moved, drift, tolerance, tuple(leaks))
+                progress(trials, total)
+    return Audit(field.grid, field.size, field.stride, trials, possible, moved, drift, tolerance, tuple(leaks))
+
+
+def _choose(
+    boxes: list[tuple[int, int, int, int]], most: int | None, number: int, scenes: int
+) -> list[tuple[int, int, int, int]]:
+    """Return the part of `most` boxes that scene `number` rewrites, evenly spaced; each scene begins elsewhere."""
+    count = len(boxes) if most is None else min(len(boxes), -(-most // scenes))
+    first = number * len(boxes) // (count * scenes)
+    return [boxes[(first + index * len(boxes) // count) % len(boxes)] for index in range(count)]
 
 
 def _local_logits(module: Callable[[Tensor], Tensor], images: Float[Tensor, "b 3 h w"], field: Field) -> Tensor:

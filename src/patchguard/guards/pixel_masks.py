@@ -8,7 +8,7 @@ C. Xiang, S. Mahloujifar, P. Mittal, "PatchCleanser: certifiably robust defense 
 image classifier", USENIX Security 2022. Statement and proof: docs/theory.md, "Masks on pixels", in these symbols.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,18 +21,21 @@ from jaxtyping import Int64
 from torch import Tensor, nn
 
 from patchguard.data.images import validate_images
+from patchguard.defenses.serialization import exactly, number, sequence, text, whole
 from patchguard.defenses.ties import argmax
 from patchguard.errors import InputError
 from patchguard.geometry.mask_sets import MaskSet
+from patchguard.geometry.preprocess import Preprocess
 from patchguard.guard import Box, Certificate, Examination, Guard, Images, Plan, Prediction, bisect_sides
 from patchguard.guards.classifier import Classifier, Function, WholeNetwork, wrap_classifier
-from patchguard.guards.identity import canonical, digest_tensors
+from patchguard.guards.identity import canonical, describe_model, digest_tensors
 from patchguard.guards.local import LocalGuard
 from patchguard.guards.mask_rounds import MaskRounds, Pair, PairLeads
 from patchguard.models.base import IMAGENET_MEAN, LocalModel
 from patchguard.patch import Patch
 
 Color = tuple[float, float, float]
+PIXEL_MASKS = "PixelMasks"  # the name of the rule in run.json, model files and on the command line
 DRIFT = 1e-3  # of logits in float32, with room: other batches and devices round differently
 
 
@@ -98,13 +101,65 @@ class PixelMaskGuard(Guard):
         """Return the rule in JSON values."""
         return {
             "guard": self.kind,
-            "defense": "PixelMasks",
+            "defense": PIXEL_MASKS,
             "detects": self.detects,
             "defends": True,
             "masks": len(self.masks.boxes),
             "fill": [float(value) for value in self.fill],
             "drift": float(self.drift),
         }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what makes the answers, besides the network's tensors, as JSON values."""
+        module = self.classifier.module
+        if module is None:
+            raise InputError("a classifier must be a torch module to be saved; this one is a function.")
+        preprocess = module.preprocess if isinstance(module, WholeNetwork) else Preprocess()
+        return {
+            **describe_model(self.model, self.class_names),
+            "preprocess": preprocess.to_json(),
+            "evidence": None,
+            "defense": {
+                "name": PIXEL_MASKS,
+                "size": list(self.masks.size),
+                "boxes": [list(box) for box in self.masks.boxes],
+                "per_axis": self.masks.per_axis,
+                "fill": [float(value) for value in self.fill],
+                "drift": float(self.drift),
+                "classes": self.classes,
+                "classifier": self.classifier.name,
+            },
+        }
+
+    @classmethod
+    def from_json(cls, model: nn.Module, settings: Mapping[str, Any], class_names: tuple[str, ...]) -> "PixelMaskGuard":
+        """Return the guard that `to_json` described; refuse anything else."""
+        names = ("name", "size", "boxes", "per_axis", "fill", "drift", "classes", "classifier")
+        rule = exactly(settings["defense"], "defense", names)
+        height, width = (whole(each, "defense.size") for each in sequence(rule["size"], "defense.size"))
+        boxes = []
+        for box in sequence(rule["boxes"], "defense.boxes"):
+            top, left, rows, columns = (whole(each, "defense.boxes") for each in sequence(box, "defense.boxes"))
+            boxes.append((top, left, rows, columns))
+        red, green, blue = (number(each, "defense.fill") for each in sequence(rule["fill"], "defense.fill"))
+        function = (
+            WholeNetwork(Preprocess.from_json(settings["preprocess"]), model)
+            if isinstance(model, LocalModel)
+            else model
+        )
+        classifier = Classifier(
+            function=function,
+            classes=whole(rule["classes"], "defense.classes"),
+            name=text(rule["classifier"], "defense.classifier"),
+        )
+        masks = MaskSet((height, width), tuple(boxes), whole(rule["per_axis"], "defense.per_axis"))
+        return cls(
+            classifier=classifier,
+            masks=masks,
+            fill=(red, green, blue),
+            drift=number(rule["drift"], "defense.drift"),
+            class_names=class_names,
+        )
 
     # -- the two verbs -------------------------------------------------------------------------------------------------
 
@@ -308,8 +363,8 @@ def find_believed(rounds: MaskRounds, deviating: Sequence[tuple[int, int]]) -> l
             for number, (image, mask, _), label in zip(numbers, pairs, said, strict=True)
             if label != labels[image, mask]
         }
-        for number in refuted:
-            believed[number] = False
+        for each in refuted:
+            believed[each] = False
         return refuted
 
     rounds.ask_in_turn(questions, hear)

@@ -18,6 +18,7 @@ from patchguard.runs.summary import (
     Schema,
     convert,
     read_json,
+    read_run,
     read_summary,
 )
 
@@ -30,11 +31,12 @@ Arrays = dict[str, npt.NDArray[Any]]
 @final
 @dataclass(frozen=True)
 class FinishedRun(Generic[Summary]):
-    """A finished run: its folder, its summary, and name and reason of the first images without an answer."""
+    """A finished run: its folder, its summary, name and reason of the first images without an answer, its command."""
 
     folder: Path
     summary: Summary
     failures: list[tuple[str, str]]
+    command: tuple[str, ...] = ()
 
     @property
     def patch(self) -> str:
@@ -45,7 +47,7 @@ class FinishedRun(Generic[Summary]):
 def read_finished(folder: Path, schema: type[Summary]) -> FinishedRun[Summary]:
     """Return the finished run in a folder; refuse an unfinished or damaged one."""
     summary = read_summary(folder, schema)
-    return FinishedRun(folder, summary, read_failures(folder, summary.errors))
+    return FinishedRun(folder, summary, read_failures(folder, summary.errors), read_run(folder).command)
 
 
 def read_failures(folder: Path, errors: int) -> list[tuple[str, str]]:

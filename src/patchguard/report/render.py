@@ -6,6 +6,7 @@ is in templates/; here is what it shows.
 
 import json
 import math
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -56,6 +57,8 @@ def write(folders: Sequence[Path]) -> Path:
         raise InputError(f"`folders` must hold runs of one kind; got {' and '.join(sorted(kinds))}. Report them apart.")
     page = _show_attacks(paths) if kinds == {"attack"} else _show_certified(paths)
     target = paths[0] / (NAME if len(paths) == 1 else COMPARED)
+    if target.exists() and not os.access(paths[0], os.W_OK):
+        return target  # on a disk that can only be read, the page of the run is the one that is there
     write_bytes(target, page.encode(), durable=False)
     return target
 
@@ -156,7 +159,13 @@ def render_comparison(runs: Sequence[CertifyRun]) -> str:
 def render_attack_comparison(runs: Sequence[AttackRun]) -> str:
     """Return the page that compares attacks."""
     named = dict(zip(name_runs(runs), runs, strict=True))
-    return _render("attack_comparison", runs[0], runs=named, differences=compare_settings(runs))
+    return _render(
+        "attack_comparison",
+        runs[0],
+        runs=named,
+        same_images=have_same_images(runs),
+        differences=compare_settings(runs),
+    )
 
 
 def _render(template: str, run: CertifyRun | AttackRun, **context: Any) -> str:
@@ -303,7 +312,7 @@ def find_shared_patch(runs: Sequence[CertifyRun]) -> str | None:
     return next(shared, None)
 
 
-def have_same_images(runs: Sequence[CertifyRun]) -> bool:
+def have_same_images(runs: Sequence[CertifyRun] | Sequence[AttackRun]) -> bool:
     """Return whether all runs are about the same images; runs of older releases are known by their name and number."""
     known = [run.summary.settings for run in runs]
     return len({each.data_digest or (each.data, each.images) for each in known}) == 1

@@ -92,7 +92,8 @@ class Trial:
         """Return the command that shows the label of a saved image; None where `predict` would do otherwise."""
         if {"--defense", "--evidence", "--threshold", "--tau", "--patch-space"} & set(self.command):
             return None
-        return shlex.join(["patchguard", "predict", file, "--model", self.model])
+        trust = ["--trust-code"] if "--trust-code" in self.command else []
+        return shlex.join(["patchguard", "predict", file, "--model", self.model, *trust])
 
 
 def describe_budget(attack: Attack) -> dict[str, Any]:
@@ -134,17 +135,18 @@ def refute(
     batch_size: int | None = None,
     progress: Progress | None = None,
     mix_versions: bool = False,
+    force: bool = False,
 ) -> Outcome[AttackSummary] | None:
     """Attack every image that has no record in the folder, and sum up; `summary.refuted` must be empty.
 
-    `mix_versions` resumes a run that other versions of patchguard or torch began. Returns None in every process of a
-    torchrun but the first.
+    `mix_versions` resumes a run that other versions of patchguard or torch began, `force` removes it and starts over.
+    Returns None in every process of a torchrun but the first.
     """
     job, settings = trial.job, trial.settings()
     engine = Engine(job, Hunt(settings), *resolve_device(job, device, batch_size), "attacked")
     folder, first = Folder(path), runtime.rank() == 0
     check = partial(check_images, folder, job.source)
-    with open_run(folder, _stamp(job, settings), check, mix_versions=mix_versions) as barrier:
+    with open_run(folder, _stamp(trial, settings), check, mix_versions=mix_versions, force=force) as barrier:
         complete = folder.summary(AttackSummary)
         if complete is not None:
             return Outcome(complete, already_complete=True) if first else None
@@ -161,11 +163,12 @@ def _make_folder(path: Path) -> None:
         raise InputError(f"`--out` must be a folder to write in; got {path}: {error.strerror}.") from None
 
 
-def _stamp(job: Job, settings: AttackSettings) -> Run:
+def _stamp(trial: Trial, settings: AttackSettings) -> Run:
     return Run(
         kind="attack",
-        model_file=job.model_file,
+        model_file=trial.job.model_file,
         settings=to_plain(settings),
+        command=trial.command,
         environment=runtime.describe_environment(),
         version=__version__,
     )

@@ -1,6 +1,7 @@
 """`CertificateFolder`: the certificate files of a run. None that is there already is written over or trusted."""
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,22 @@ from patchguard.storage.certificate_file import image_digest
 GO_ELSEWHERE = "Give another --certificates, or move that file away."
 
 
-def name_certificate(index: int, key: str) -> str:
-    """Return the name of the certificate file of one image and patch."""
-    return f"{index:06d}-{key.replace('%', 'percent')}.pgc"
+LONGEST = 80  # letters of an image's name in that of its certificate
+
+
+def name_certificate(index: int, name: str, key: str) -> str:
+    """Return the name of the certificate file of one image and patch.
+
+    >>> name_certificate(7, "cats/tom 1.jpg", "2%")
+    '000007-cats-tom-1-2percent.pgc'
+    """
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name.rpartition(".")[0] or name)[-LONGEST:].strip("-.")
+    return "-".join(filter(None, [f"{index:06d}", plain, key.replace("%", "percent")])) + ".pgc"
+
+
+def find_name(index: int, key: str, entry: Mapping[str, Any]) -> str:
+    """Return the name of the file that a record is about; older releases left the image's name out and do not say."""
+    return str(entry.get("file") or name_certificate(index, "", key))
 
 
 @final
@@ -49,11 +63,11 @@ class CertificateFolder:
         }
         for index, entries in recorded.items():
             for key, entry in entries.items():
-                self._check_recorded(run, name_certificate(index, key), entry)
+                self._check_recorded(run, find_name(index, key, entry), entry)
         plans: dict[tuple[int, int], Plan] = {}
         digests: dict[tuple[tuple[int, int], str], str] = {}
         for index, key in self._others(job, recorded):
-            name = name_certificate(index, key)
+            name = name_certificate(index, job.source.names[index], key)
             try:
                 image = job.source.read(index)
                 size = (image.shape[1], image.shape[2])
@@ -92,7 +106,8 @@ class CertificateFolder:
         there = {path.name for path in self.path.glob("*.pgc")}
         for index in range(len(job.source)) if there else ():
             if index not in recorded:
-                yield from ((index, key) for key in keys if name_certificate(index, key) in there)
+                name = job.source.names[index]
+                yield from ((index, key) for key in keys if name_certificate(index, name, key) in there)
 
     def _is_about(self, name: str, task: Task, model: str, image: str) -> bool:
         try:

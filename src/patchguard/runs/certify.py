@@ -1,7 +1,7 @@
 """`certify`: prove the labels of all images of a job, and record them; `predict`: the same without a folder."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -41,14 +41,19 @@ def certify(
     batch_size: int | None = None,
     progress: Progress | None = None,
     mix_versions: bool = False,
+    force: bool = False,
+    command: tuple[str, ...] = (),
 ) -> Outcome[CertifySummary] | None:
     """Certify every image of the job that has no record in the folder, and sum up.
 
-    `mix_versions` resumes a run that other versions of patchguard or torch began. Returns None in every process of a
-    torchrun but the first.
+    A run that is there is extended: recorded images keep their numbers and proofs, and what is new is computed. `force`
+    removes it and starts over. `mix_versions` resumes a run that other versions of patchguard or torch began. `command`
+    is what a user types to repeat the run, without its patches. Returns None in every process of a torchrun but the
+    first.
     """
-    engine = Engine(job, CertifyTally(job.settings()), *resolve_device(job, device, batch_size))
     folder, first = Folder(path), runtime.rank() == 0
+    job = job if force else extend_run(job, folder)
+    engine = Engine(job, CertifyTally(job.settings()), *resolve_device(job, device, batch_size))
     files = None if job.certificates is None else CertificateFolder(job.certificates)
 
     def check() -> None:
@@ -57,11 +62,13 @@ def certify(
             files.check(folder, job)
 
     others = [] if files is None else [files.path]
-    with open_run(folder, _stamp(job), check, others=others, mix_versions=mix_versions) as barrier:
+    stamp, how = _stamp(job, command), {"mix_versions": mix_versions, "force": force}
+    with open_run(folder, stamp, check, others=others, extend=True, **how) as barrier:
         complete = folder.summary(CertifySummary)
         if complete is not None:
             return Outcome(complete, already_complete=True) if first else None
-        engine.resume(folder, _Certifier(engine, files).answer, progress)
+        older = {record["index"]: record for record in folder.outgrown_records()}
+        engine.resume(folder, _Certifier(engine, files, older).answer, progress)
         barrier()
         return Outcome(_finish(engine, folder), already_complete=False) if first else None
 
@@ -83,7 +90,28 @@ def predict(job: Job, *, proofs: bool = True, device: str = "auto", batch_size: 
             yield {**engine.identify(batch.indices[row]), "size": list(batch.size), "label": label, "patches": entries}
 
 
-def _stamp(job: Job) -> Run:
+def extend_run(job: Job, folder: Folder) -> Job:
+    """Return the job with the images and patches of the run that is in the folder first, in its order.
+
+    What it recorded then keeps its number, and only what is new is left to do. Whether the run may be extended by this
+    job at all is for `Folder.begin` to say.
+    """
+    run = folder.run()
+    if run is None or run.kind != "certify":
+        return job
+    settings = convert(run.settings, CertifySettings, folder.path / "run.json")
+    patches = {patch.key: patch for patch in (*map(WrittenPatch.read, settings.patches), *job.patches)}
+    places = {name: place for place, name in enumerate(job.source.names)}
+    order: dict[int, int] = {}  # from the number of a record to the place of its image
+    for record in folder.all_records():
+        order[record["index"]] = places.get(record["name"], -1)
+    source, free = job.source, sorted(set(places.values()) - set(order.values()), reverse=True)
+    if -1 not in order.values() and all(index < len(places) for index in order) and len(places) == len(source):
+        source = source.subset(order[index] if index in order else free.pop() for index in range(len(source)))
+    return replace(job, source=source, patches=tuple(patches.values()), curve=settings.curve)
+
+
+def _stamp(job: Job, command: tuple[str, ...]) -> Run:
     patches = {
         patch.key: {"text": patch.text, "percent": None if patch.fraction is None else float(patch.fraction * 100)}
         for patch in job.patches
@@ -93,6 +121,7 @@ def _stamp(job: Job) -> Run:
         model_file=job.model_file,
         settings=to_plain(job.settings()),
         patches=patches,
+        command=(*command, *(word for patch in job.patches for word in ("--patch", patch.key))) if command else (),
         environment=runtime.describe_environment(),
         version=__version__,
     )
@@ -106,6 +135,7 @@ def _finish(engine: Engine[CertifyTally], folder: Folder) -> CertifySummary:
     for record in folder.records():
         tally.add(record)
     check_complete(tally, engine.job, folder, "certified")
+    folder.drop_outgrown()
     chosen = gallery.choose(folder.records(), settings)
     plans = [engine.plan((record["size"][0], record["size"][1])) for _, record in chosen]
     with worker_pool(engine.workers) as pool:
@@ -139,6 +169,7 @@ class _Certifier:
 
     engine: Engine[CertifyTally]
     files: CertificateFolder | None
+    older: Mapping[int, Record]  # records that lack a patch, by the number of their image
     packers: OrderedDict[tuple[tuple[int, int], str], Packer] = field(default_factory=OrderedDict)
 
     def answer(self, batch: Batch, plan: Plan) -> list[Record]:
@@ -146,6 +177,8 @@ class _Certifier:
         engine = self.engine
         examination = engine.examine(batch, plan)
         answers = describe_examination(engine.job.patches, plan, examination)
+        for row, fresh in zip(examination.rows, answers, strict=True):
+            self._keep_older(fresh, batch.indices[row])
         if self.files is not None:
             self._write_certificates(self.files, batch, plan, examination, answers)
         return engine.describe_failures(batch, examination) + [
@@ -158,6 +191,13 @@ class _Certifier:
             for row, answer in zip(examination.rows, answers, strict=True)
         ]
 
+    def _keep_older(self, answer: Record, index: int) -> None:
+        """Leave in an answer what was recorded before about the same image: only patches are added."""
+        if index in self.older:
+            before = self.older[index]
+            patches = {**answer["patches"], **before["patches"]}
+            answer |= {name: before[name] for name in answer if name in before} | {"patches": patches}
+
     def _write_certificates(
         self, files: CertificateFolder, batch: Batch, plan: Plan, examination: Examination, answers: list[Record]
     ) -> None:
@@ -165,11 +205,13 @@ class _Certifier:
         for number, (patch, task) in enumerate(zip(self.engine.job.patches, plan.tasks, strict=True)):
             packer = self._packer(plan.size, patch.key, task)
             for position, row in enumerate(examination.rows):
-                if self.engine.recorded[batch.indices[row]]:
-                    continue  # its files are there, and checked
+                index = batch.indices[row]
+                if self.engine.recorded[index] or patch.key in self.older.get(index, {}).get("patches", {}):
+                    continue  # its file is there, and checked
                 content = packer.pack(examination, number, position, image_digest(batch.images[row]))
-                digest = files.write(name_certificate(batch.indices[row], patch.key), content)
-                answers[position]["patches"][patch.key]["certificate"] = digest
+                name = name_certificate(index, self.engine.job.source.names[index], patch.key)
+                digest = files.write(name, content)
+                answers[position]["patches"][patch.key] |= {"certificate": digest, "file": name}
 
     def _packer(self, size: tuple[int, int], key: str, task: Task) -> Packer:
         with self.engine.lock:

@@ -72,11 +72,13 @@ def open_run(
     *,
     others: Sequence["os.PathLike[str]"] = (),
     mix_versions: bool = False,
+    extend: bool = False,
+    force: bool = False,
 ) -> Iterator[Callable[[], None]]:
     """Hold the folder of a run, together with the other processes of torchrun; yield a barrier for them.
 
     The first process writes run.json, or checks that the run which is there is this one, before the others come in.
-    `check` looks at what is in the folder; the folders `others` are held with it.
+    `check` looks at what is in the folder; the folders `others` are held with it. `force` removes a run that is there.
     """
     rank = runtime.rank()
     with runtime.barrier_group() as barrier, ExitStack() as stack:
@@ -86,7 +88,9 @@ def open_run(
         for other in others:
             stack.enter_context(lock_folder(other, rank))
         if rank == 0:
-            folder.begin(run, check, mix_versions=mix_versions)
+            if force:
+                folder.clear()
+            folder.begin(run, check, mix_versions=mix_versions, extend=extend)
             barrier()
         yield barrier
 
@@ -109,7 +113,7 @@ def check_complete(counts: Counts, job: Job, folder: Folder, verb: str) -> None:
     if not all(recorded):
         raise InputError(
             f"{folder.path} holds {sum(recorded)} records for {len(job.source)} images. "
-            "Remove the folder and start the run again."
+            "Start the run again with --force."
         )
     if counts.errors == counts.images:
         record = next(record for record in folder.records() if "error" in record)
@@ -126,6 +130,17 @@ def check_images(folder: Folder, source: Source) -> None:
     part of the network's time, and it notices a decoder that gives other pixels as well.
     """
     folder.mark_recorded(len(source))
+    known = set(source.names)
+    recorded_names = {record["index"]: record["name"] for record in folder.all_records()}
+    gone = sorted(name for name in recorded_names.values() if name not in known) or sorted(
+        name for index, name in recorded_names.items() if source.names[index] != name
+    )
+    if gone:
+        others = f" and {len(gone) - 1:,} others" if len(gone) > 1 else ""
+        raise InputError(
+            f"{gone[0]}{others} of {folder.path} must be among the images; more may be added, but none removed. "
+            "Give another --out, or --force to start over in that folder."
+        )
     recorded = list(folder.image_digests())
     changed: list[str] = []
     images = iterate_images(source.subset([index for index, _ in recorded]))
@@ -136,7 +151,7 @@ def check_images(folder: Folder, source: Source) -> None:
         others = f" and {len(changed) - 1:,} others have" if len(changed) > 1 else " has"
         raise InputError(
             f"{changed[0]}{others} changed since {folder.path} recorded other pixels. "
-            "Give another --out, or restore the old images."
+            "Give another --out, restore the old images, or give --force to start over in that folder."
         )
 
 

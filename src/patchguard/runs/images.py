@@ -65,7 +65,7 @@ def align_classes(source: Source, guard: Guard) -> Source:
         if len(theirs) != guard.classes:
             raise InputError(
                 f"the images must have the model's {guard.classes} classes, which have no names; got {len(theirs)}. "
-                "Give images of those classes, or a pattern such as 'photos/*/*' to ignore classes."
+                "Give images of those classes, or --unlabeled to ignore classes."
             )
         return source
     numbers = {name.casefold(): number for number, name in enumerate(ours)}
@@ -73,7 +73,7 @@ def align_classes(source: Source, guard: Guard) -> Source:
     if unknown or len({name.casefold() for name in theirs}) < len(theirs):
         raise InputError(
             f"the classes of the images must be the model's ({_list(ours)}); got {_list(unknown or theirs)}. "
-            "Rename the folders, or give a pattern such as 'photos/*/*' to ignore classes."
+            "Rename the folders, or give --unlabeled to ignore classes."
         )
     number_of = [numbers[name.casefold()] for name in theirs]
     return replace(source, targets=tuple(number_of[target] for target in source.targets), class_names=ours)

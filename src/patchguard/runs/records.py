@@ -1,6 +1,6 @@
 """`Folder`: a run on disk. Settings once, one line per image, appended; readable after a kill at any moment.
 
-    run.json                 every setting; written first; a later start with other versions adds them
+    run.json                 every setting; written first; a later start with more images, patches or versions adds them
     records-<shard>.jsonl    one line per image, in any order; a shard is what one process wrote
     summary.json             written last: where it exists, the run is complete
 
@@ -10,6 +10,7 @@ image is lost and none is there twice. One run at a time may write: locks that e
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +28,13 @@ LOCK = ".lock"
 
 # How a run was divided among processes does not change what it records.
 FREE = ("shards",)
+
+# What may grow: recorded images keep their numbers and their patches, and what is new is added.
+GROWING = {"images", "data_digest", "patches"}
+
+# What --force removes: nothing that another program may have put there.
+FILES = ("summary.json", "gallery.json", "gallery.npz", "report.html", "photos.csv", "state.json", "run.json")
+FOLDERS = ("attacked", "refuted")
 
 # What rounds numbers: another release may give other ones.
 VERSIONS = ("patchguard", "torch")
@@ -58,13 +66,32 @@ class Folder:
         return read_summary(self.path, schema) if self.complete else None
 
     def records(self) -> Iterator[Record]:
-        """Yield the records, one at a time; a torn last line is passed over."""
+        """Yield the records, one at a time; those that lack a patch of the run are passed over."""
+        for record, outgrown in self._lines():
+            if not outgrown:
+                yield record
+
+    def all_records(self) -> Iterator[Record]:
+        """Yield every record; an image whose record lacks a patch may be there twice."""
+        return (record for record, _ in self._lines())
+
+    def outgrown_records(self) -> Iterator[Record]:
+        """Yield the records that lack a patch, since the run was extended by it: others will take their place."""
+        for record, outgrown in self._lines():
+            if outgrown:
+                yield record
+
+    def _lines(self) -> Iterator[tuple[Record, bool]]:
+        """Yield each record and whether it lacks a patch of the run; a torn last line is passed over."""
+        run = self.run()
+        wanted = set(run.settings.get("patches", ())) if run is not None and run.kind == "certify" else set()
         for shard in self.shards():
             with open(shard, "rb") as file:
                 for number, line in enumerate(file, 1):
                     if not line.endswith(b"\n"):
                         break
-                    yield _parse(line, f"line {number} of {shard}")
+                    record = _parse(line, f"line {number} of {shard}")
+                    yield record, "patches" in record and not wanted <= record["patches"].keys()
 
     def shards(self) -> list[Path]:
         """Return the files of records."""
@@ -85,7 +112,7 @@ class Folder:
 
         Records of older releases that say `error` have no digest; they claim nothing.
         """
-        for record in self.records():
+        for record in self.all_records():
             if "image" in record:
                 yield record["index"], record["image"]
             elif "error" not in record:
@@ -103,14 +130,45 @@ class Folder:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"`--out` must be a folder that can be made; got {self.path}: {error.strerror}.") from None
+        if self.complete and not can_write(self.path):
+            yield  # nothing is left to write: it is only shown
+            return
         with lock_folder(self.path, rank):
             yield
 
-    def begin(self, run: Run, check: Callable[[], None] = lambda: None, *, mix_versions: bool = False) -> None:
+    def clear(self) -> None:
+        """Remove the run that is here; run.json goes last, so that a kill leaves what can be cleared again."""
+        if not (self.path / "run.json").exists():
+            return
+        with atomic.explain_failure(self.path):
+            for name in FOLDERS:
+                shutil.rmtree(self.path / name, ignore_errors=True)
+            for path in (*self.shards(), *(self.path / name for name in FILES)):
+                path.unlink(missing_ok=True)
+
+    def drop_outgrown(self) -> None:
+        """Remove the records that lack a patch, once others have taken their place; one file then holds them all."""
+        if not any(True for _ in self.outgrown_records()):
+            return
+        records = list(self.records())
+        first, *others = self.shards()
+        atomic.write_bytes(first, b"".join(map(_write_line, records)))
+        for shard in others:
+            shard.unlink()
+
+    def begin(
+        self,
+        run: Run,
+        check: Callable[[], None] = lambda: None,
+        *,
+        mix_versions: bool = False,
+        extend: bool = False,
+    ) -> None:
         """Write run.json, or check that the run that is already here has the same settings and versions.
 
         `check` is called before anything is written, once the settings are known to be the same. `mix_versions` lets
-        other versions resume the run, and adds them to run.json. A complete run may have any.
+        other versions resume the run, and adds them to run.json. A complete run may have any. `extend` admits more
+        images and more patches than the run had: it is then no longer complete.
         """
         there = self.run()
         if there is None:
@@ -122,20 +180,27 @@ class Folder:
         if there.kind != run.kind:
             raise InputError(
                 f"{self.path} holds a run of another kind: {there.kind}, not {run.kind}. "
-                "Give another --out, or remove that folder."
+                "Give another --out, or --force to start over in that folder."
             )
         before, now = dict(flatten(there.settings)), dict(flatten(run.settings))
         names = [name for name in {**before, **now} if name not in FREE and before.get(name) != now.get(name)]
-        if names:
+        growing = extend and bool(names) and _is_larger(before, now, names)
+        if names and not growing:
             told = "; ".join(
                 f"{name} {_shorten(before.get(name))}, not {_shorten(now.get(name))}" for name in names[:3]
             )
             raise InputError(
-                f"{self.path} holds a run with other settings: {told}. Give another --out, or remove that folder."
+                f"{self.path} holds a run with other settings: {told}. "
+                "Give another --out, or --force to start over in that folder."
             )
-        mixed = None if self.complete else self._mix_versions(there, run, allowed=mix_versions)
+        mixed = None if self.complete and not growing else self._mix_versions(there, run, allowed=mix_versions)
         check()
-        if mixed is not None:
+        if growing:
+            with atomic.explain_failure(self.path):
+                (self.path / "summary.json").unlink(missing_ok=True)
+            environment = (mixed or there).environment
+            self.write("run.json", msgspec.structs.replace(run, environment=environment, version=there.version))
+        elif mixed is not None:
             self.write("run.json", mixed)
 
     def _mix_versions(self, there: Run, run: Run, *, allowed: bool) -> Run | None:
@@ -189,8 +254,7 @@ class Appender:
 
     def append(self, records: list[Record]) -> None:
         """Append records, all or none; once this returns, a kill of the process cannot lose them."""
-        lines = "".join(json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n" for record in records)
-        left = memoryview(lines.encode())
+        left = memoryview(b"".join(map(_write_line, records)))
         end = os.fstat(self.descriptor).st_size
         with atomic.explain_failure(self.path):
             try:
@@ -200,6 +264,17 @@ class Appender:
                 with suppress(OSError):
                     os.ftruncate(self.descriptor, end)  # what comes later must not continue half a line
                 raise
+
+
+def can_write(folder: Path) -> bool:
+    """Return whether files can be made in a folder; a disk may be mounted to be read alone."""
+    return os.access(folder, os.W_OK)
+
+
+def _is_larger(before: Record, now: Record, names: list[str]) -> bool:
+    """Return whether settings differ only by more images and more patches; that the old ones stay is checked later."""
+    first = now["patches"][: len(before["patches"])]
+    return set(names) <= GROWING and now["images"] >= before["images"] and first == before["patches"]
 
 
 @contextmanager
@@ -247,6 +322,10 @@ def _find_last_line_end(descriptor: int, block: int = 1 << 16) -> int:
             return start + newline + 1
         end = start
     return 0
+
+
+def _write_line(record: Record) -> bytes:
+    return json.dumps(record, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def _parse(line: bytes, where: str) -> Record:

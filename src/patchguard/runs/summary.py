@@ -89,6 +89,7 @@ class Run(Struct, frozen=True, kw_only=True):
     environment: dict[str, Any] = {}
     model_file: dict[str, str] | None = None
     patches: dict[str, Any] = {}
+    command: tuple[str, ...] = ()  # what a user types to get this run; empty where Python started it
     version: str = ""
 
 

@@ -13,8 +13,8 @@ PAGE = Path(__file__).with_name("cli.md")
 HEAD = """# The command line
 
 Made by `make docs` from the commands' own help. Results go to stdout, progress to stderr. A mistake is one line and
-exit status 1. The same words and defaults hold in Python. `patchguard --install-completion` teaches your shell to
-complete commands and options.
+exit status 1. The same words and defaults hold in Python; the [glossary](glossary.md) explains them.
+`patchguard --install-completion` teaches your shell to complete commands and options.
 """
 
 

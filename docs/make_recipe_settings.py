@@ -14,7 +14,10 @@ PAGE = Path(__file__).parent / "recipe_settings.md"
 def page() -> str:
     """Return the page: one table per group."""
     defaults = Recipe(name="").to_json()
-    lines = ["# Settings of a recipe", "", "For `patchguard train --set GROUP.KEY=VALUE`. Made from the code."]
+    about = (
+        "For `patchguard train --set GROUP.KEY=VALUE`. Made from the code; the [glossary](glossary.md) has the words."
+    )
+    lines = ["# Settings of a recipe", "", about]
     fields = {each.name: each.type for each in schema.type_info(Recipe).fields}
     alone = {name: kind for name, kind in fields.items() if name not in GROUPS}
     groups = {"": alone} | {name: {each.name: each.type for each in fields[name].fields} for name in GROUPS}

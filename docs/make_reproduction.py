@@ -20,7 +20,7 @@ HEAD = """# The paper's tables, run again
 
 Made by `make docs` from results/reproduction. Numbers are percentages of all test images unless a row says otherwise:
 ours first, the published one in brackets, `-` where nothing was measured. `patchguard reproduce NAME --root DIR` runs
-one of them, `patchguard reproduce --list` shows all.
+one of them, `patchguard reproduce --list` shows all. The words are in the [glossary](glossary.md).
 
 Of every table: our certificates are the corrected ones ([theory](theory.md)): ties are not certified, a detection
 threshold above 0 is charged for what an attack can add, and windows come from the traced network. No weights

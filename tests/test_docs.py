@@ -17,8 +17,12 @@ import typer
 
 import patchguard
 from patchguard import Evidence, Windows
+from patchguard.attacks import ATTACKS
 from patchguard.cli import app
+from patchguard.data.catalog import TEST_SETS
 from patchguard.defenses import ClippedSum
+from patchguard.defenses.serialization import DEFENSES
+from patchguard.models import REGISTRY
 from patchguard.runs import summary
 from patchguard.runs.summary import update
 from patchguard.storage import zoo
@@ -86,8 +90,9 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", CURRENT, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_names_that_a_page_names_can_be_imported(page: Path) -> None:
+    groups = {registry.group for registry in (DEFENSES, ATTACKS, REGISTRY, TEST_SETS)}  # of entry points
     for name in re.findall(r"(?<![\w./])patchguard(?:\.[a-zA-Z_]\w*)+", page.read_text()):
-        assert can_import(name), f"{page.name} names {name}"
+        assert name in groups or can_import(name), f"{page.name} names {name}"
 
 
 def can_import(name: str) -> bool:
@@ -99,6 +104,25 @@ def can_import(name: str) -> bool:
             continue
         return all((value := getattr(value, part, None)) is not None for part in parts[cut:])
     return False
+
+
+@pytest.mark.parametrize("page", [*sorted(ROOT.glob("docs/*.md")), ROOT / "README.md"], ids=lambda page: page.name)
+def test_a_page_that_uses_our_words_leads_to_the_glossary(page: Path) -> None:
+    words = re.findall(r"\b(?:cells?|windows?|evidence|drift|masks?|tau)\b", page.read_text())
+    assert not words or page.name == "glossary.md" or "glossary.md" in page.read_text(), f"{page.name} uses {words[0]}"
+
+
+def test_the_glossary_defines_our_words() -> None:
+    headings = re.findall(r"^## (.*)$", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert {"Cell", "Window", "Evidence", "Drift", "Mask", "Tau"} <= {*headings}
+
+
+def test_the_citation_names_the_version_and_the_paper() -> None:
+    text = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {patchguard.__version__}\n" in text
+    title = re.search(r"title     = [{]+(.*)[}],\n", (ROOT / "README.md").read_text())[1].replace("}", "")
+    assert title in text
+    assert re.findall(r"family-names: (\w+)", text) == ["Xiang", "Bhagoji", "Sehwag", "Mittal"]
 
 
 def command_options() -> dict[str, set[str]]:

@@ -16,12 +16,12 @@ ROOT = Path(patchguard.__file__).parent
 # From bottom to top, as in the design. A room imports from itself and from rooms below it, and not from one beside it.
 LAYERS = [
     {"errors", "verify"},
-    {"patch"},
+    {"patch", "registry"},
     {"guard"},  # the contract: every answer is one of its classes
     {"runtime"},
     {"geometry"},
     {"models", "data", "defenses"},
-    {"guards"},
+    {"guards", "oracle"},
     {"storage"},
     {"attacks", "training"},
     {"runs"},

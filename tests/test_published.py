@@ -7,71 +7,33 @@ network rounds differently: labels must be equal then, and margins may move by w
 import hashlib
 import json
 import shutil
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
+from helpers.published_record import (
+    GOLDEN,
+    PHOTOS,
+    RECORD,
+    SAME_MACHINE,
+    VALUES,
+    check_values,
+    images_for,
+    load,
+    patch_for,
+)
+from helpers.published_record import one_thread as one_thread
 from typer.testing import CliRunner
 
-import patchguard as pg
 from patchguard import verify
 from patchguard.cli import app
 from patchguard.data import sample
-from patchguard.data.loading import resize_image
 from patchguard.storage import certificate_file, zoo
 from patchguard.storage.published_models import PUBLISHED
 
-GOLDEN = Path(__file__).parent / "golden"
-RECORD = json.loads((GOLDEN / "record.json").read_text())
-VALUES = dict(np.load(GOLDEN / "values.npz"))
 CERTIFYING = tuple(name for name in PUBLISHED if f"{name}/margin" in VALUES)
 UNDEFENDED = tuple(name for name in PUBLISHED if name not in CERTIFYING)
-SAME_MACHINE = (RECORD["torch"], RECORD["cpu_capability"]) == (
-    torch.__version__,
-    torch.backends.cpu.get_cpu_capability(),
-)
 only_here = pytest.mark.skipif(not SAME_MACHINE, reason="recorded with another torch or CPU")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """As it was recorded: several threads split sums otherwise, and round otherwise."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@cache
-def load(name: str):
-    return pg.load(name)
-
-
-def images_for(name: str, count: int) -> torch.Tensor:
-    """8-bit source images: those of the sample, enlarged for the model of large photos."""
-    images = sample.load().images[:count]
-    return torch.stack([resize_image(image, (224, 224)) for image in images]) if name == "imagenette_bn17" else images
-
-
-def patch_for(name: str) -> pg.Patch:
-    return pg.Patch.of_area(0.02, height=224, width=224) if name == "imagenette_bn17" else pg.Patch(5)
-
-
-def check_values(name: str, count: int) -> None:
-    guard = load(name)
-    certificate = guard.certify(images_for(name, count).float() / 255, patch_for(name))
-    margin, expected = certificate.margin.numpy(), VALUES[f"{name}/margin"][:count]
-    assert certificate.label.tolist() == VALUES[f"{name}/label"][:count].tolist()
-    if SAME_MACHINE:
-        assert margin.tolist() == expected.tolist()
-        assert certificate.certified.tolist() == (expected > 0).tolist()
-        assert certificate.weakest.flatten().tolist() == VALUES[f"{name}/weakest"][:count].tolist()
-        assert certificate.rival.tolist() == VALUES[f"{name}/rival"][:count].tolist()
-    else:
-        rows, columns = guard.defense.masks.grid
-        assert np.abs(margin - expected).max() <= 2 * guard.evidence.drift * rows * columns
 
 
 @pytest.mark.parametrize(("name", "count"), [("cifar10", 4), ("cifar10_mask_ds", 4)])
@@ -80,9 +42,8 @@ def test_some_labels_and_margins_are_those_of_release_0_1(name, count) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CERTIFYING)
+@pytest.mark.parametrize("name", [name for name in CERTIFYING if name != PHOTOS])
 def test_all_labels_and_margins_are_those_of_release_0_1(name) -> None:
-    assert len(VALUES[f"{name}/label"]) == 500
     check_values(name, 500)
 
 
@@ -109,12 +70,6 @@ def test_the_published_run_of_the_embedded_model_says_what_was_recorded() -> Non
 def test_prediction_and_certificate_agree_on_the_label() -> None:
     label = load("cifar10").predict(images_for("cifar10", 4).float() / 255).label
     assert label.tolist() == VALUES["cifar10/label"][:4].tolist()
-
-
-def test_the_enlarged_images_are_the_recorded_ones() -> None:
-    """A test of resizing: the values of imagenette_bn17 mean nothing on other images."""
-    content = images_for("imagenette_bn17", 60).numpy().tobytes()
-    assert hashlib.sha256(content).hexdigest() == RECORD["enlarged_images"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -781,3 +781,9 @@ def test_the_bytes_of_an_archive_are_pinned():
 def test_settings_of_evidence_mean_these_units(stated, expected):
     names = ("scale", "low", "high", "drift", "bounded")
     assert verify.units_of(stated) == dict(zip(names, expected, strict=True))
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_the_checker_explains_itself(capsys, word):
+    assert verify.main([word]) == 0
+    assert "python verify.py FILE..." in capsys.readouterr().out

@@ -73,7 +73,7 @@ def test_the_wheel_holds_the_package_its_data_and_nothing_else(wheel: Path) -> N
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     files = {path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts}
-    assert names == {path.relative_to(PACKAGE.parent).as_posix() for path in files}
+    assert names == {path.relative_to(PACKAGE.parent).as_posix() for path in files} | {"pytest_patchguard.py"}
     assert names >= {
         "patchguard/py.typed",
         "patchguard/checkpoints/cifar10.safetensors",
@@ -81,6 +81,15 @@ def test_the_wheel_holds_the_package_its_data_and_nothing_else(wheel: Path) -> N
         "patchguard/report/templates/page.css",
         "patchguard/report/templates/report.html.j2",
     }
+
+
+def test_the_installed_package_brings_its_fixture_to_every_pytest(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "test_rule.py").write_text(
+        "from patchguard.defenses import Median\n\n\n"
+        "def test_the_median_is_sound(check_defense):\n    assert check_defense(Median())\n"
+    )
+    shown = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path, path=installed)
+    assert "1 passed" in shown
 
 
 def test_the_installed_package_certifies_and_verifies_from_a_foreign_folder(installed: Path, tmp_path: Path) -> None:

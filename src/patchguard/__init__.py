@@ -24,6 +24,7 @@ _HOME = {
     "Windows": "geometry.windows",
     "defend": "guards.pixel_masks",
     "load": "storage.zoo",
+    "save": "storage.zoo",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from patchguard.guards.pixel_masks import defend as defend
     from patchguard.patch import Patch as Patch
     from patchguard.storage.zoo import load as load
+    from patchguard.storage.zoo import save as save
 
 
 def __getattr__(name: str) -> object:

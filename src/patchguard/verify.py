@@ -756,6 +756,9 @@ def _flag(value: object, name: str) -> bool:
 
 def main(paths: Sequence[str]) -> int:
     """Check each file, one line each; return the exit status."""
+    if paths and paths[0] in ("-h", "--help"):
+        sys.stdout.write(__doc__ or "")
+        return 0
     if not paths:
         sys.stderr.write("usage: python verify.py FILE...\n")
         return 1

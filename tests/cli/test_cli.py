@@ -74,7 +74,7 @@ def test_an_audit_says_how_much_it_sampled(run, checkpoint, monkeypatch):
 
 def test_an_audit_says_in_words_that_a_network_with_wide_cells_certifies_nothing(run, monkeypatch):
     wide = guard_of(nn.Conv2d(3, 2, 31, padding=15))
-    monkeypatch.setattr(zoo, "find", lambda name: wide)
+    monkeypatch.setattr(zoo, "find", lambda name, **_: wide)
     shown = run("audit", "--model", "srf", "--size", "16", "--device", "cpu")
     assert shown.exit_code == 0, shown.stderr
     assert "passed: no cell outside its field changed" in shown.stdout
@@ -82,7 +82,8 @@ def test_an_audit_says_in_words_that_a_network_with_wide_cells_certifies_nothing
 
 
 def test_a_network_of_the_registry_is_audited_by_name(run, monkeypatch):
-    monkeypatch.setitem(models.REGISTRY, "srf", lambda: models.build("block_resnet18", classes=2, width=0.02))
+    small = models.build("block_resnet18", classes=2, width=0.02)
+    monkeypatch.setattr("patchguard.models.srf.srf", lambda: small)
     shown = run("audit", "--model", "srf", "--device", "cpu")
     assert shown.exit_code == 0, shown.stderr
     assert "8 x 8" in shown.stdout
@@ -95,7 +96,7 @@ def guard_of(network: nn.Module) -> LocalGuard:
 
 def test_a_leaky_network_is_refused_with_status_1(run, monkeypatch):
     leaky = guard_of(nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4), nn.Conv2d(4, 2, 1)))
-    monkeypatch.setattr(zoo, "find", lambda name: leaky)
+    monkeypatch.setattr(zoo, "find", lambda name, **_: leaky)
     shown = run("audit", "--model", "srf", "--size", "12")
     assert shown.exit_code == 1
     assert shown.stdout == ""
@@ -108,7 +109,7 @@ def test_a_leak_is_shown_with_status_1(run, monkeypatch):
     field = honest.field(12, 12)
     leaky = guard_of(nn.Sequential(nn.Conv2d(3, 2, 3), nn.InstanceNorm2d(2)))
     monkeypatch.setattr(type(leaky.model), "field", lambda self, height, width: field)
-    monkeypatch.setattr(zoo, "find", lambda name: leaky)
+    monkeypatch.setattr(zoo, "find", lambda name, **_: leaky)
     shown = run("audit", "--model", "srf", "--size", "12")
     assert shown.exit_code == 1
     assert "failed: cell (" in shown.stdout
@@ -151,3 +152,14 @@ def test_a_file_without_a_recipe_needs_a_size(run, checkpoint):
     shown = run("audit", "--model", checkpoint)
     assert shown.exit_code == 1
     assert "give the size of yours" in shown.stderr
+
+
+def test_flags_take_no_value_in_the_help_and_options_are_grouped():
+    shown = CliRunner().invoke(app, ["certify", "--help"]).stdout
+    assert not [line for line in shown.splitlines() if "bool" in line and "--help" not in line]
+    for panel in ("Images and patch", "Model and rule", "The run", "Output"):
+        assert panel in shown
+
+
+def test_shells_are_taught_to_complete():
+    assert "--install-completion" in CliRunner().invoke(app, ["--help"]).stdout

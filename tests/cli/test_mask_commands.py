@@ -184,9 +184,9 @@ def test_a_saved_guard_answers_the_same_and_keeps_its_masks(photos, tmp_path) ->
 @pytest.mark.parametrize(
     ("entry", "value", "message"),
     [
-        ("masks", [[0, 0, 10]], "4 whole numbers"),
-        ("masks", [[0, 0, 10, 17]], "must lie inside images"),
-        ("masks", [], "from 1 to 1024 masks"),
+        ("boxes", [[0, 0, 10]], "4 whole numbers"),
+        ("boxes", [[0, 0, 10, 17]], "must lie inside images"),
+        ("boxes", [], "from 1 to 1024 masks"),
         ("size", [16, 16, 16], "2 whole numbers"),
         ("fill", [0.5, 0.5], "`defense.fill` must be"),
         ("fill", [0.5, 0.5, "red"], "number"),
@@ -208,7 +208,7 @@ def test_a_file_with_other_settings_is_refused(entry, value, message, tmp_path) 
 
 def test_a_guard_around_any_other_classifier_is_not_saved(tmp_path) -> None:
     guard = pg.defend(lambda images: images.mean((2, 3)), PATCH, size=(16, 16), masks=2, name="colors")
-    with pytest.raises(InputError, match="must be a network of this package to be saved"):
+    with pytest.raises(InputError, match="must be a torch module to be saved"):
         zoo.save(guard, tmp_path / "guarded.safetensors")
     assert list(tmp_path.iterdir()) == []
 

@@ -1,58 +1,24 @@
 """An independent, literal implementation of every rule and bound, for tests.
 
-Nothing here uses the package: regions are sets of cells, sums are written out, and attacks are enumerated. Maps are
-numpy integer arrays (classes, cells); rules work on (contents, classes, cells).
+Nothing here uses the defenses of the package: regions are sets of cells, sums are written out, and attacks are
+enumerated by `patchguard.oracle`. Maps are numpy integer arrays (classes, cells); rules work on (contents, classes,
+cells).
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations, product
 
 import numpy as np
 
-Rule = Callable[[np.ndarray], np.ndarray]  # (contents, classes, cells) -> label, or -1 for "alert"
-
-
-# -- geometry ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Geometry:
-    name: str
-    grid: tuple[int, int]
-    wrap: tuple[bool, bool] = (False, False)
-
-    @property
-    def cells(self) -> int:
-        return self.grid[0] * self.grid[1]
-
-    def boxes(self, size: tuple[int, int]) -> np.ndarray:
-        """All boxes of one size as rows of a 0/1 matrix, by walking over every start."""
-        found = []
-        for top, left in product(range(self.grid[0]), range(self.grid[1])):
-            rows, columns = (
-                [(start + k) % n if around else start + k for k in range(length)]
-                for start, length, n, around in zip((top, left), size, self.grid, self.wrap, strict=True)
-            )
-            if max(rows) >= self.grid[0] or max(columns) >= self.grid[1]:
-                continue
-            box = np.zeros(self.grid, dtype=np.int64)
-            for r, c in product(rows, columns):
-                box[r, c] = 1
-            if not any((box.reshape(-1) == other).all() for other in found):
-                found.append(box.reshape(-1))
-        return np.array(found)
-
+from patchguard.oracle import Geometry, Rule
+from patchguard.oracle import attacked as attacked
+from patchguard.oracle import broken as broken
+from patchguard.oracle import contents as contents
+from patchguard.oracle import random_maps as random_maps
+from patchguard.oracle import unions as unions
 
 LINE = Geometry("line", (1, 9))
 GRID = Geometry("grid", (3, 4))
 CIRCLE = Geometry("circle", (1, 9), (False, True))
-
-
-def unions(boxes: np.ndarray, count: int) -> np.ndarray:
-    """All unions of `count` different boxes."""
-    return np.array([boxes[list(chosen)].max(0) for chosen in combinations(range(len(boxes)), count)])
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
@@ -115,31 +81,6 @@ def masked_agreement(masks: np.ndarray, tau: int) -> Rule:
         return np.where(alert, -1, label)
 
     return rule
-
-
-# -- attacks -----------------------------------------------------------------------------------------------------------
-
-
-def contents(classes: int, cells: int, alphabet: tuple[int, ...]) -> np.ndarray:
-    """Every way to fill `cells` cells of every class with values of the alphabet."""
-    return np.array(list(product(alphabet, repeat=classes * cells)), dtype=np.int64).reshape(-1, classes, cells)
-
-
-def attacked(evidence: np.ndarray, region: np.ndarray, fillings: dict[int, np.ndarray]) -> np.ndarray:
-    filling = fillings[int(region.sum())]
-    maps = np.repeat(evidence[None], len(filling), 0)
-    maps[:, :, region.astype(bool)] = filling
-    return maps
-
-
-def broken(
-    evidence: np.ndarray, regions: np.ndarray, rule: Rule, label: int, alphabet: tuple[int, ...], top: int = 1
-) -> np.ndarray:
-    """For each region, whether some contents of it make the rule answer another label (an alert does not count)."""
-    sizes = {int(n) for n in regions.sum(1)}
-    fillings = {n: contents(len(evidence), n, alphabet) for n in sizes}
-    answers = [rule(attacked(evidence, region, fillings)) for region in regions]
-    return np.array([((answer != label) & (answer != -1)).any() for answer in answers])
 
 
 # -- bounds, as stated in docs/theory.md -------------------------------------------------------------------------------
@@ -279,26 +220,3 @@ def agreement_margin(
             rows.append(min(int(seen[y] - seen[k]) for k in range(len(u)) if k != y))
         worst.append(max(rows))
     return Fraction(min(worst) - (0 if mutant == "no tau" else tau))
-
-
-# -- cases -------------------------------------------------------------------------------------------------------------
-
-
-def random_maps(
-    generator: np.random.Generator,
-    count: int,
-    classes: int,
-    cells: int,
-    low: int,
-    high: int,
-    lead: tuple[float, float] = (0.4, 1.3),
-) -> Iterator[np.ndarray]:
-    """Random evidence with one favoured class, so that certified and broken cases both occur."""
-    for _ in range(count):
-        u = generator.integers(low, high + 1, (classes, cells))
-        weak = generator.random((classes, cells)) < generator.choice([0.3, 0.6, 0.8, 0.9, 0.97, 1.0])
-        u = np.where(weak, low, u)
-        favoured = generator.integers(classes)
-        strong = generator.random(cells) < generator.uniform(*lead)
-        u[favoured] = np.where(strong, high, u[favoured])
-        yield u

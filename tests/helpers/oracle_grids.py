@@ -14,7 +14,7 @@ from patchguard.geometry.windows import Windows
 
 
 def as_windows(geometry: Geometry, size: tuple[int, int], count: int = 1) -> Windows:
-    return Windows.sliding(grid=geometry.grid, size=size, wrap=geometry.wrap, count=count)
+    return geometry.windows(size, count)
 
 
 def as_tensor(maps: list[np.ndarray], geometry: Geometry) -> torch.Tensor:

@@ -512,3 +512,19 @@ def test_the_default_folder_names_the_patch(model, photos, tmp_path, monkeypatch
     ]
     again = CliRunner().invoke(app, ["certify", *words, "--patch", "2"])
     assert "already complete" in again.stdout
+
+
+def test_many_certificates_find_their_images_and_a_wrong_model_is_named(run, model, photos, tmp_path):
+    files = tmp_path / "files"
+    assert run("--certificates", files, "--patch", "3").exit_code == 0
+    words = ["verify", *map(str, sorted(files.iterdir()))]
+    shown = CliRunner().invoke(app, [*words, "--model", model, "--image", str(photos)])
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.count("image and evidence agree") == len(words) - 1 == 2 * COUNT
+    some = [word for name in ("0.bmp", "1.bmp") for word in ("--image", str(photos / name))]
+    shown = CliRunner().invoke(app, [*words, "--model", model, *some])
+    assert shown.exit_code == 1
+    assert shown.stdout.count("about another image: none of the 2 that were given") == 2 * (COUNT - 2)
+    shown = CliRunner().invoke(app, [*words, "--model", "cifar10", "--image", str(photos)])
+    assert shown.exit_code == 1
+    assert shown.stdout.count("invalid: it is about another model than cifar10") == 2 * COUNT

@@ -54,7 +54,9 @@ def _show_version(wanted: bool) -> bool:
 def options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit."),
+        typer.Option(
+            "--version", metavar="", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Certified robustness of image classifiers against adversarial patches."""

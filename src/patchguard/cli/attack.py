@@ -26,6 +26,7 @@ from patchguard.cli.common import (
     Root,
     Tau,
     Threshold,
+    TrustCode,
     Unlabeled,
     describe_classes,
     name_run,
@@ -56,6 +57,7 @@ BUDGETS: dict[str, dict[str, Any]] = {
 
 def attack(
     model: Model = "cifar10",
+    trust_code: TrustCode = False,
     data: Data = "sample",
     root: Root = None,
     unlabeled: Unlabeled = False,
@@ -70,7 +72,10 @@ def attack(
     patch_space: PatchSpace = "source",
     attack: Annotated[
         str,
-        typer.Option(help="adaptive, patch_pgd, universal_patch, noise, colors or copy.", rich_help_panel=ATTACK),
+        typer.Option(
+            help="adaptive, patch_pgd, universal_patch, noise, colors, copy, or one that you installed.",
+            rich_help_panel=ATTACK,
+        ),
     ] = "adaptive",
     budget: Annotated[
         str,
@@ -158,6 +163,7 @@ def attack(
         source=source,
         data=data,
         model=model,
+        trust_code=trust_code,
         patches=[patch] if patch else (),
         defense=defense,
         evidence=evidence,
@@ -172,6 +178,7 @@ def attack(
         job = replace(job, source=job.source.subset([only]))
     words = {
         "model": model,
+        "trust_code": trust_code,
         "data": data,
         "root": root,
         "unlabeled": unlabeled,
@@ -233,7 +240,8 @@ def _read_settings(name: str, budget: str, options: dict[str, Any]) -> dict[str,
     if name not in attacks.ATTACKS:
         known = list(attacks.ATTACKS)
         raise InputError(f"`--attack` must be one of {', '.join(known)}; got {name!r}. {nearest(name, known)}")
-    known_fields = fields(getattr(attacks, attacks.ATTACKS[name]))
+    kind: Any = attacks.ATTACKS[name]
+    known_fields = fields(kind)
     has = [field.name for field in known_fields]
     if budget in BUDGETS:
         settings = {key: value for key, value in BUDGETS[budget].items() if key in has}

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from patchguard.cli.common import common_patches, screen, sides
+from patchguard.cli.common import TrustCode, common_patches, screen, sides
 from patchguard.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -17,14 +17,21 @@ SAMPLED = 30  # patches that are rewritten unless all are asked for
 
 
 def audit(
-    model: Annotated[str, typer.Option(help="A name that `patchguard models` lists, or a checkpoint file.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A name that `patchguard models` lists, a file, or a network of yours: my_net.py:make_model."
+        ),
+    ],
+    trust_code: TrustCode = False,
     size: Annotated[
         str, typer.Option(help="Size of the source images, 224 or 224x300. Default: the model's usual size.")
     ] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, or a numbered GPU such as cuda:1.")] = "auto",
     tolerance: Annotated[float, typer.Option(help="Largest change outside a field that counts as rounding.")] = 0.0,
     full: Annotated[
-        bool, typer.Option("--full", help=f"Rewrite every patch of the plan, not a sample of about {SAMPLED}.")
+        bool,
+        typer.Option("--full", metavar="", help=f"Rewrite every patch of the plan, not a sample of about {SAMPLED}."),
     ] = False,
 ) -> None:
     """Derive which pixels each cell of a model reads, then test it: change a patch; no other cell may change.
@@ -43,7 +50,8 @@ def audit(
     target_device = runtime.resolve_device(device)
     height, width = sides(size) if size else zoo.usual_size(model)
     with progress.status("building the network"):
-        guard = zoo.find(model)
+        smallest = common_patches(height, width)[0]
+        guard = zoo.require_cells(zoo.find(model, trust_code=trust_code, patch=smallest, size=(height, width)), model)
         guard.model.to(target_device)
     with progress.status("deriving the field"):
         output.print(_field_table(guard, height, width))

@@ -26,6 +26,7 @@ from patchguard.cli.common import (
     Root,
     Tau,
     Threshold,
+    TrustCode,
     Unlabeled,
     describe_classes,
     name_run,
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 def certify(
     model: Model = "cifar10",
+    trust_code: TrustCode = False,
     data: Data = "sample",
     root: Root = None,
     unlabeled: Unlabeled = False,
@@ -93,6 +95,7 @@ def certify(
     """
     words = {
         "model": model,
+        "trust_code": trust_code,
         "data": data,
         "root": root,
         "unlabeled": unlabeled,
@@ -129,6 +132,7 @@ def certify(
         source=source if limit is None else source.limit(limit),
         data=data,
         model=model,
+        trust_code=trust_code,
         patches=patch or (),
         defense=defense,
         evidence=evidence,

@@ -25,11 +25,22 @@ STOPPED = 130  # the exit status that a shell expects of a command that Ctrl-C e
 IMAGES, RULE, RUN, OUTPUT = "Images and patch", "Model and rule", "The run", "Output"
 
 DEFENSES = (
-    "RobustMasking, DoubleMasking, ClippedSum, MajorityVote, CellMasking, Median, TrimmedMean, PixelMasks or Undefended"
+    "RobustMasking, DoubleMasking, ClippedSum, MajorityVote, CellMasking, Median, TrimmedMean, PixelMasks, Undefended, "
+    "or one that you installed"
 )
 
 Model = Annotated[
-    str, typer.Option(help="A checkpoint that `patchguard models` lists, or a file.", rich_help_panel=RULE)
+    str,
+    typer.Option(
+        help="A checkpoint that `patchguard models` lists, a file, or a network of yours: my_net.py:make_model.",
+        rich_help_panel=RULE,
+    ),
+]
+TrustCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-code", metavar="", help="Run the code that --model, or the model file, names.", rich_help_panel=RULE
+    ),
 ]
 Data = Annotated[
     str,
@@ -40,7 +51,9 @@ Data = Annotated[
 ]
 Unlabeled = Annotated[
     bool,
-    typer.Option("--unlabeled", help="Do not take the names of folders for true classes.", rich_help_panel=IMAGES),
+    typer.Option(
+        "--unlabeled", metavar="", help="Do not take the names of folders for true classes.", rich_help_panel=IMAGES
+    ),
 ]
 Root = Annotated[
     Path | None,
@@ -96,19 +109,25 @@ MixVersions = Annotated[
     bool,
     typer.Option(
         "--mix-versions",
+        metavar="",
         help="Resume a run that another version of patchguard or torch began.",
         rich_help_panel=RUN,
     ),
 ]
 Force = Annotated[
-    bool, typer.Option("--force", help="Remove the run that is in the folder, and start over.", rich_help_panel=RUN)
+    bool,
+    typer.Option(
+        "--force", metavar="", help="Remove the run that is in the folder, and start over.", rich_help_panel=RUN
+    ),
 ]
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Print summary.json instead of the table.", rich_help_panel=OUTPUT)
+    bool, typer.Option("--json", metavar="", help="Print summary.json instead of the table.", rich_help_panel=OUTPUT)
 ]
 Quiet = Annotated[
     bool,
-    typer.Option("--quiet", "-q", help="Print the path of the report and nothing else.", rich_help_panel=OUTPUT),
+    typer.Option(
+        "--quiet", "-q", metavar="", help="Print the path of the report and nothing else.", rich_help_panel=OUTPUT
+    ),
 ]
 
 

@@ -26,7 +26,7 @@ app = typer.Typer(
 @app.command("list", epilog="Example: patchguard data list --root datasets")
 def list_all(root: Root = None) -> None:
     """List the datasets known by name, whether they are found, where they come from and on what terms."""
-    from patchguard.data.catalog import CATALOG, data_root
+    from patchguard.data.catalog import CATALOG, TEST_SETS, data_root
 
     output, where = screen(), data_root(root)
     datasets, origins = _make_table("name", "images", "description", "found"), _make_table("name", "from", "terms")
@@ -34,6 +34,9 @@ def list_all(root: Root = None) -> None:
         images = " + ".join(f"{count:,}" for count in (dataset.train, dataset.test) if count)
         datasets.add_row(name, images, dataset.description, shown(_describe_location(name, where)))
         origins.add_row(name, dataset.origin, dataset.terms)
+    for name in TEST_SETS:
+        if name not in CATALOG:
+            datasets.add_row(name, "", "", f"added by the package {shown(TEST_SETS.package(name))}")
     output.print(datasets)
     output.print()
     output.print(origins)

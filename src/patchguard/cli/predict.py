@@ -12,6 +12,7 @@ from patchguard.cli.common import (
     Masks,
     Model,
     Root,
+    TrustCode,
     describe_classes,
     screen,
     shown,
@@ -21,6 +22,7 @@ from patchguard.cli.common import (
 def predict(
     images: Annotated[list[str], typer.Argument(help="Image files, folders or 'patterns'.", metavar="IMAGE...")],
     model: Model = "cifar10",
+    trust_code: TrustCode = False,
     root: Root = None,
     patch: Annotated[
         list[str] | None,
@@ -30,7 +32,9 @@ def predict(
     masks: Masks = None,
     batch_size: BatchSize = None,
     device: Device = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per image, as it is done.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print one JSON object per image, as it is done.")
+    ] = False,
 ) -> None:
     """Label images. With --patch, also say whether the label is certified: no such patch can change it.
 
@@ -43,7 +47,14 @@ def predict(
 
     source = open_sources(images, root, labeled=False)
     job = prepare(
-        source=source, data=images[0], model=model, patches=patch or (), defense=defense, masks=masks, curve=False
+        source=source,
+        data=images[0],
+        model=model,
+        patches=patch or (),
+        defense=defense,
+        masks=masks,
+        curve=False,
+        trust_code=trust_code,
     )
     typer.echo(f"model: {shown(str(job.file))}", err=True)
     if note := describe_classes(job.guard.class_names, labeled=False):

@@ -34,15 +34,20 @@ def reproduce(
     out: Annotated[Path, typer.Option(help="Folder for results: <out>/<name>-<data>/result.json and figures.")] = Path(
         "runs/reproduce"
     ),
+    defense: Annotated[
+        str, typer.Option(help="Add rows for this defense to main: one of ours, or one that you installed.")
+    ] = "",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1 and the like.")] = "auto",
     limit: Annotated[int | None, typer.Option(help="Only this many test images, evenly spaced.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Images at once. Default: 64 on a CPU, 256 on a GPU.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
-    train: Annotated[bool, typer.Option("--train", help="Train the models that are not here: hours on a GPU.")] = False,
-    list_all: Annotated[
-        bool, typer.Option("--list", help="List the experiments and the datasets each can use.")
+    train: Annotated[
+        bool, typer.Option("--train", metavar="", help="Train the models that are not here: hours on a GPU.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    list_all: Annotated[
+        bool, typer.Option("--list", metavar="", help="List the experiments and the datasets each can use.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", metavar="", help="Print the results as JSON.")] = False,
 ) -> None:
     """Run experiments of the paper and print the published numbers beside ours.
 
@@ -61,6 +66,8 @@ def reproduce(
     from patchguard.paper import select_experiments
 
     work = select_experiments(name, data or ())
+    if defense:
+        _check_defense(name, defense)
     from patchguard import runtime
     from patchguard.paper.context import Context
     from patchguard.paper.experiment import run_experiments
@@ -72,6 +79,7 @@ def reproduce(
         limit=limit,
         batch_size=batch_size,
         seed=seed,
+        defense=defense,
         train=train,
         progress=_print_progress(),
     )
@@ -92,6 +100,15 @@ def reproduce(
     if failed:
         names = ", ".join(outcome.name for outcome in failed)
         raise InputError(f"not everything was run ({names}): {failed[0].skipped}")
+
+
+def _check_defense(name: str, defense: str) -> None:
+    from patchguard.defenses.serialization import find_defense
+
+    if name != "main":
+        raise InputError(f"`--defense` adds rows to the experiment main; got {name!r}. Leave it out.")
+    if find_defense(defense).detects:
+        raise InputError(f"`--defense` must prove labels; {defense} only detects attacks. Leave it out.")
 
 
 def _list(as_json: bool) -> None:

@@ -40,7 +40,7 @@ def train(
         float | None, typer.Option(help="With --epochs auto: minutes of the whole run, over several calls.")
     ] = None,
     test: Annotated[
-        bool, typer.Option("--test", help="Measure the test set as well: once per published model.")
+        bool, typer.Option("--test", metavar="", help="Measure the test set as well: once per published model.")
     ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:1 and the like.")] = "auto",
     compile_mode: Annotated[
@@ -48,9 +48,9 @@ def train(
     ] = "",
     limit: Annotated[int | None, typer.Option(help="Number of images to learn from: for a quick try.")] = None,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="On GPUs: the same bits every time, more slowly.")
+        bool, typer.Option("--deterministic", metavar="", help="On GPUs: the same bits every time, more slowly.")
     ] = False,
-    list_all: Annotated[bool, typer.Option("--list", help="List the recipes and exit.")] = False,
+    list_all: Annotated[bool, typer.Option("--list", metavar="", help="List the recipes and exit.")] = False,
 ) -> None:
     """Train a recipe; write checkpoints, log.jsonl, curve.png, the guard and summary.json into a folder.
 

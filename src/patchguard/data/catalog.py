@@ -1,12 +1,17 @@
 """The datasets known by name: what they hold, their classes, where they come from, on what terms. Imports no torch."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from patchguard.data.download import cache_folder
 from patchguard.errors import InputError, nearest
+from patchguard.registry import Registry
+
+if TYPE_CHECKING:
+    from patchguard.data.source import Source
 
 VARIABLE = "PATCHGUARD_DATA"
 
@@ -109,6 +114,15 @@ CATALOG = {
         ),
     )
 }
+
+
+# How the test part of a dataset is opened, from the folder where datasets lie.
+TEST_SETS: "Registry[Callable[[Path], Source]]" = Registry(
+    "datasets",
+    {name: f"patchguard.data.source:open_{name}" for name in CATALOG},
+    demand="a function that takes the folder of datasets and returns a Source",
+    accept=lambda name, value: callable(value),
+)
 
 
 def find_dataset(name: str) -> KnownDataset:

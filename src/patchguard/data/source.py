@@ -3,6 +3,7 @@
 import glob
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePath
 from typing import final
 
@@ -11,7 +12,7 @@ from jaxtyping import Int64, UInt8
 from torch import Tensor
 
 from patchguard.data import cifar10, folder, sample
-from patchguard.data.catalog import CATALOG, CIFAR10_CLASSES, data_root
+from patchguard.data.catalog import CIFAR10_CLASSES, TEST_SETS, data_root
 from patchguard.data.dataset import sample_evenly
 from patchguard.data.decode import Unreadable, decode
 from patchguard.data.folder import Listing
@@ -76,7 +77,8 @@ def open_source(what: str | Path, root: str | Path | None = None) -> Source:
     """Return the images that `what` names.
 
         sample                        the embedded images
-        cifar10, imagenette, ...      the test part of a known set, from files at or below `root`
+        cifar10, imagenette, ...      the test part of a known set, from files at or below `root`; installed packages
+                                      may add sets
         a folder                      its images; labeled if it holds a folder per class, and of `train/` and
                                       `val/` (or `test/`) only the latter
         a pattern, photos/*.jpg       the images it matches, not labeled
@@ -86,14 +88,13 @@ def open_source(what: str | Path, root: str | Path | None = None) -> Source:
     $PATCHGUARD_DATA or ~/.cache/patchguard/data. Nothing is decoded yet.
     """
     name, path = str(what), Path(what).expanduser()
-    if name == "sample":
-        embedded = sample.load()
-        return _from_test_set(embedded.images, sample.test_indices().tolist(), embedded.targets)
-    if name == "cifar10":
-        images, targets = cifar10.read(data_root(root), cifar10.TEST)
-        return _from_test_set(torch.from_numpy(images), range(len(images)), torch.from_numpy(targets))
-    if name in CATALOG:
-        return _from_listing(folder.list_known_set(name, data_root(root))[1])
+    if name in TEST_SETS:
+        source = TEST_SETS[name](data_root(root))
+        if not isinstance(source, Source):
+            raise InputError(
+                f"the dataset {name!r} must open as a Source; its function returned {type(source).__name__}."
+            )
+        return source
     if path.is_dir():
         return _from_listing(folder.list_folder(path))
     if path.is_file():
@@ -102,7 +103,34 @@ def open_source(what: str | Path, root: str | Path | None = None) -> Source:
         return _from_listing(folder.match_pattern(str(path)))
     if len(PurePath(name).parts) > 1 or name.startswith("."):
         raise InputError(f"no folder or file of images is at {name}. Check the path.")
-    raise InputError(f"`{name}` is neither a folder, a file nor a known set of images. {nearest(name, list(CATALOG))}")
+    raise InputError(
+        f"`{name}` is neither a folder, a file nor a known set of images. {nearest(name, list(TEST_SETS))}"
+    )
+
+
+# -- the datasets of the package ---------------------------------------------------------------------------------------
+
+
+def open_sample(root: Path) -> Source:
+    """Return the embedded images."""
+    embedded = sample.load()
+    return _from_test_set(embedded.images, sample.test_indices().tolist(), embedded.targets)
+
+
+def open_cifar10(root: Path) -> Source:
+    """Return the test images of CIFAR-10."""
+    images, targets = cifar10.read(root, cifar10.TEST)
+    return _from_test_set(torch.from_numpy(images), range(len(images)), torch.from_numpy(targets))
+
+
+def _open_known_set(name: str, root: Path) -> Source:
+    return _from_listing(folder.list_known_set(name, root)[1])
+
+
+open_imagenette = partial(_open_known_set, "imagenette")
+open_imagenet = partial(_open_known_set, "imagenet")
+open_flowers = partial(_open_known_set, "flowers")
+open_cats_vs_dogs = partial(_open_known_set, "cats_vs_dogs")
 
 
 def open_splits(name: str, root: str | Path) -> tuple[Source, Source]:

@@ -1,42 +1,44 @@
 """The parts of a `Guard` as JSON values, and back: every entry is checked, and nothing but data is read.
 
-Classes are looked up in fixed tables. A name from a file is never imported, evaluated or called.
+Classes are looked up among the package's own and those that installed packages register. A name from a file is never
+evaluated, and imports nothing that the user has not installed under that name.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, get_type_hints
 
-from patchguard.defenses import (
-    CellMasking,
-    ClippedSum,
-    Defense,
-    DoubleMasking,
-    MajorityVote,
-    MaskedAgreement,
-    Median,
-    RobustMasking,
-    TrimmedMean,
-    Undefended,
-)
+from patchguard.defenses import Defense, DoubleMasking
 from patchguard.defenses.evidence import Evidence
 from patchguard.errors import InputError, nearest
 from patchguard.geometry.windows import Windows
+from patchguard.registry import Registry
 
-_CLASSES: tuple[type[Defense[Any]], ...] = (
-    RobustMasking,
-    DoubleMasking,
-    ClippedSum,
-    MajorityVote,
-    CellMasking,
-    Median,
-    TrimmedMean,
-    MaskedAgreement,
-    Undefended,
+_OWN = (
+    "RobustMasking",
+    "DoubleMasking",
+    "ClippedSum",
+    "MajorityVote",
+    "CellMasking",
+    "Median",
+    "TrimmedMean",
+    "MaskedAgreement",
+    "Undefended",
 )
-DEFENSES: dict[str, type[Defense[Any]]] = {defense.__name__: defense for defense in _CLASSES}
+
+
+def _is_defense(name: str, value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Defense) and is_dataclass(value) and value.__name__ == name
+
+
+DEFENSES: Registry[type[Defense[Any]]] = Registry(
+    "defenses",
+    {name: f"patchguard.defenses:{name}" for name in _OWN},
+    demand="a subclass of Defense, a frozen dataclass, with the name of its entry point",
+    accept=_is_defense,
+)
 # Settings younger than the first files: left out at this value, so that files and digests stay as they are.
 _YOUNGER: dict[type[Defense[Any]], dict[str, Any]] = {DoubleMasking: {"tau": 0.0}}
 
@@ -71,13 +73,14 @@ def evidence_to_json(evidence: Evidence) -> dict[str, Any]:
 def defense_to_json(defense: Defense[Any]) -> dict[str, Any]:
     """Return a defense as its class name and its settings; fractions as text, so that they stay exact."""
     name = type(defense).__name__
-    if DEFENSES.get(name) is not type(defense):
+    if name not in DEFENSES or DEFENSES[name] is not type(defense):
         raise InputError(
-            f"`defense` must be one of this package's to be saved; got {name}. {nearest(name, [*DEFENSES])}"
+            f"`defense` must be registered to be saved; got {name}. Give its package an entry point in the group "
+            f"{DEFENSES.group} (docs/add_a_defense.md)."
         )
     settings: dict[str, Any] = {"name": name}
     younger = _YOUNGER.get(type(defense), {})
-    for setting in _settings(type(defense)):
+    for setting, kind in _settings(type(defense)).items():
         value = getattr(defense, setting)
         if setting in younger and value == younger[setting]:
             continue
@@ -85,7 +88,7 @@ def defense_to_json(defense: Defense[Any]) -> dict[str, Any]:
             value = windows_to_json(value)
         elif isinstance(value, Fraction):
             value = str(value)
-        elif setting == "tau":
+        elif kind is float:
             value = float(value)
         settings[setting] = value
     return settings
@@ -129,18 +132,24 @@ def defense_from_json(value: object) -> Defense[Any]:
     if not isinstance(name, str) or name not in DEFENSES:
         raise InputError(f"`defense.name` must be a known defense; got {name!r}. {nearest(str(name), [*DEFENSES])}")
     kind: Any = DEFENSES[name]
-    names = _settings(kind)
-    entries = exactly({**_YOUNGER.get(kind, {}), **given}, "defense", ["name", *names])
-    return _made(kind, {each: _READERS[each](entries[each], f"defense.{each}") for each in names})
-
-
-def _made(kind: Any, settings: dict[str, Any]) -> Defense[Any]:
-    defense: Defense[Any] = kind(**settings)
+    settings = _settings(kind)
+    entries = exactly({**_YOUNGER.get(kind, {}), **given}, "defense", ["name", *settings])
+    values = {each: _READERS[wanted](entries[each], f"defense.{each}") for each, wanted in settings.items()}
+    defense: Defense[Any] = kind(**values)
     return defense
 
 
-def _settings(kind: Any) -> list[str]:
-    return [setting.name for setting in fields(kind)]
+def _settings(kind: Any) -> dict[str, Any]:
+    """Return the settings of a defense, each with its type; refuse a type that JSON would not give back."""
+    types = get_type_hints(kind)
+    settings = {setting.name: types[setting.name] for setting in fields(kind)}
+    for name, wanted in settings.items():
+        if wanted not in _READERS:
+            raise InputError(
+                f"`{name}` of {kind.__name__} must be an int, float, bool, str, Fraction or Windows to be saved; "
+                f"it is declared as {wanted}."
+            )
+    return settings
 
 
 # -- single values -----------------------------------------------------------------------------------------------------
@@ -210,12 +219,12 @@ def _pairs(value: object, name: str) -> tuple[tuple[int, int], ...]:
     return tuple(_pair(entry, name, whole) for entry in sequence(value, name))
 
 
-_READERS: dict[str, Callable[[object, str], Any]] = {
-    "masks": windows_from_json,
-    "threshold": fraction,
-    "cells": whole,
-    "trim": whole,
-    "tau": number,
-    "spatial": flag,
-    "mean": flag,
+_READERS: dict[Any, Callable[[object, str], Any]] = {
+    Windows: windows_from_json,
+    Fraction: fraction,
+    Fraction | float: fraction,
+    float: number,
+    int: whole,
+    bool: flag,
+    str: text,
 }

@@ -64,7 +64,7 @@ def claim_cells(
 def require_checkable(defense: Defense[Any]) -> None:
     """Raise unless verify.py recomputes certificates of such a rule."""
     if not defense.checkable:
-        known = ", ".join(name for name, each in DEFENSES.items() if each.checkable)
+        known = ", ".join(name for name in DEFENSES.own if DEFENSES[name].checkable)
         raise InputError(f"certificate files must be about one of {known}; got {type(defense).__name__}.")
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from patchguard.errors import InputError
 from patchguard.geometry.preprocess import Preprocess
 from patchguard.guard import Images
-from patchguard.guards.identity import canonical, describe_model, digest_tensors
+from patchguard.guards.identity import canonical, describe_model, digest_tensors, find_origin
 from patchguard.models.base import LocalModel
 from patchguard.runtime import LARGEST_BATCH, device_and_dtype, eval_mode, frozen_parameters, full_precision
 
@@ -110,7 +110,9 @@ class Classifier:
             described = {**describe_model(self.function.network, ()), "preprocess": self.function.preprocess.to_json()}
             return digest_tensors(_all_tensors(self.function), canonical(described))
         if self.module is not None:
-            return digest_tensors(_all_tensors(self.module), json.dumps([self.name, repr(self.module)]))
+            origin = find_origin(self.module)
+            made_by = [] if origin is None else [origin.call, origin.sha256]
+            return digest_tensors(_all_tensors(self.module), json.dumps([self.name, repr(self.module), *made_by]))
         if not self.name:
             raise InputError(
                 "`name` must say which classifier this is, and which version of it: a function has no weights to make "

@@ -3,7 +3,8 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +15,48 @@ from patchguard.models.base import LocalModel
 FORMAT = 1  # of model files; part of the digest
 
 
+@final
+@dataclass(frozen=True)
+class Origin:
+    """The function that made a network, and the SHA-256 of the file that defines it."""
+
+    call: str
+    sha256: str
+
+
+def remember_origin(network: nn.Module, origin: Origin) -> None:
+    """Keep where a network comes from, so that it can be saved and told from others."""
+    network.code_origin = origin  # type: ignore[assignment]
+
+
+def find_origin(network: nn.Module) -> Origin | None:
+    """Return where a network comes from; None for those of the registry, and for those made by hand."""
+    origin = getattr(network, "code_origin", None)
+    return origin if isinstance(origin, Origin) else None
+
+
 def compute_digest(model: nn.Module, settings: Mapping[str, Any]) -> str:
     """Return the SHA-256 of tensors and settings; neither a recipe nor the release of this package is part of it."""
     written = canonical({"format": FORMAT, **settings, "recipe": None, "half": False})
     return digest_tensors(collect_tensors(model), written)
 
 
-def describe_model(model: LocalModel, class_names: tuple[str, ...]) -> dict[str, Any]:
-    """Return name and settings of a network of the registry, and the names of its classes."""
-    settings = model.config()
-    if not model.name:
+def describe_model(model: nn.Module, class_names: tuple[str, ...]) -> dict[str, Any]:
+    """Return what a network is made by, the registry or code of the user's, and the names of its classes."""
+    origin = find_origin(model)
+    if origin is not None:
+        cells = model.classes if isinstance(model, LocalModel) else None  # classes per cell of a network with cells
+        return {
+            "model": {"name": origin.call, "settings": {"sha256": origin.sha256, "cells": cells}},
+            "class_names": list(class_names),
+        }
+    if not isinstance(model, LocalModel) or not model.name:
         raise InputError(
-            f"`guard.model` must be a network of the registry to be saved; {type(model).__name__} has no name. "
-            "Save its weights yourself, or add it to patchguard.models.REGISTRY."
+            f"`guard.model` must be a network of the registry, or made by a function in a file of yours, to be saved; "
+            f"this {type(model).__name__} is neither. Write the function and load it: "
+            "patchguard.load('my_net.py:make_model', trust_code=True, ...)."
         )
-    return {"model": {"name": model.name, "settings": settings}, "class_names": list(class_names)}
+    return {"model": {"name": model.name, "settings": model.config()}, "class_names": list(class_names)}
 
 
 def canonical(settings: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from patchguard.data.images import validate_images
-from patchguard.defenses import serialization
+from patchguard.defenses.serialization import exactly, number, sequence, text, whole
 from patchguard.defenses.ties import argmax
 from patchguard.errors import InputError
 from patchguard.geometry.mask_sets import MaskSet
@@ -36,7 +36,7 @@ from patchguard.models.base import IMAGENET_MEAN, LocalModel
 from patchguard.patch import Patch
 
 Color = tuple[float, float, float]
-PIXEL_MASKS = "PixelMasks"  # the name of the rule in run.json and on the command line
+PIXEL_MASKS = "PixelMasks"  # the name of the rule in run.json, model files and on the command line
 DRIFT = 1e-3  # of logits in float32, with room: other batches and devices round differently
 
 
@@ -116,52 +116,65 @@ class PixelMaskGuard(Guard):
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return what makes the answers, besides the network's tensors; for networks of this package alone."""
-        network = self._require_network("saved to a model file")
-        rule = {
-            "name": PIXEL_MASKS,
-            "size": list(self.masks.size),
-            "masks": [list(box) for box in self.masks.boxes],
-            "per_axis": self.masks.per_axis,
-            "fill": [float(value) for value in self.fill],
-            "drift": float(self.drift),
+        """Return what makes the answers, besides the network's tensors, as JSON values."""
+        module = self.classifier.module
+        if module is None:
+            raise InputError("a classifier must be a torch module to be saved; this one is a function.")
+        preprocess = module.preprocess if isinstance(module, WholeNetwork) else Preprocess()
+        return {
+            **describe_model(self.model, self.class_names),
+            "preprocess": preprocess.to_json(),
+            "evidence": None,
+            "defense": {
+                "name": PIXEL_MASKS,
+                "size": list(self.masks.size),
+                "boxes": [list(box) for box in self.masks.boxes],
+                "per_axis": self.masks.per_axis,
+                "fill": [float(value) for value in self.fill],
+                "drift": float(self.drift),
+                "classes": self.classes,
+                "classifier": self.classifier.name,
+            },
         }
-        described = describe_model(network.network, self.class_names)
-        return {**described, "preprocess": network.preprocess.to_json(), "evidence": None, "defense": rule}
 
     @classmethod
-    def from_json(
-        cls, model: LocalModel, settings: Mapping[str, Any], class_names: tuple[str, ...]
-    ) -> "PixelMaskGuard":
+    def from_json(cls, model: nn.Module, settings: Mapping[str, Any], class_names: tuple[str, ...]) -> "PixelMaskGuard":
         """Return the guard that `to_json` described; refuse anything else."""
-        rule = serialization.exactly(
-            settings["defense"], "defense", ("name", "size", "masks", "per_axis", "fill", "drift")
-        )
+        names = ("name", "size", "boxes", "per_axis", "fill", "drift", "classes", "classifier")
+        rule = exactly(settings["defense"], "defense", names)
         height, width = _read_whole(rule["size"], "defense.size", 2)
-        boxes = [_read_whole(box, "defense.masks", 4) for box in serialization.sequence(rule["masks"], "defense.masks")]
-        color = serialization.sequence(rule["fill"], "defense.fill")
+        boxes = []
+        for box in sequence(rule["boxes"], "defense.boxes"):
+            top, left, rows, columns = _read_whole(box, "defense.boxes", 4)
+            boxes.append((top, left, rows, columns))
+        color = sequence(rule["fill"], "defense.fill")
         if len(color) != 3:
             raise InputError(f"`defense.fill` must be red, green and blue; got {len(color)} numbers.")
-        red, green, blue = (serialization.number(value, "defense.fill") for value in color)
-        masks = MaskSet(
-            (height, width),
-            tuple((top, left, rows, columns) for top, left, rows, columns in boxes),
-            serialization.whole(rule["per_axis"], "defense.per_axis"),
+        red, green, blue = (number(each, "defense.fill") for each in color)
+        function = (
+            WholeNetwork(Preprocess.from_json(settings["preprocess"]), model)
+            if isinstance(model, LocalModel)
+            else model
         )
-        network = WholeNetwork(Preprocess.from_json(settings["preprocess"]), model)
+        classifier = Classifier(
+            function=function,
+            classes=whole(rule["classes"], "defense.classes"),
+            name=text(rule["classifier"], "defense.classifier"),
+        )
+        masks = MaskSet((height, width), tuple(boxes), whole(rule["per_axis"], "defense.per_axis"))
         return cls(
-            classifier=Classifier(function=network.eval(), classes=model.classes),
+            classifier=classifier,
             masks=masks,
             fill=(red, green, blue),
-            drift=serialization.number(rule["drift"], "defense.drift"),
+            drift=number(rule["drift"], "defense.drift"),
             class_names=class_names,
         )
 
-    def _require_network(self, purpose: str) -> WholeNetwork:
+    def _require_network(self) -> WholeNetwork:
         if not isinstance(self.classifier.function, WholeNetwork):
             raise InputError(
-                f"`classifier` must be a network of this package to be {purpose}; got "
-                f"{type(self.classifier.function).__name__}. Keep the classifier yourself and call `defend` again."
+                "`classifier` must be a network of this package to be given images after resizing; got "
+                f"{type(self.classifier.function).__name__}. Resize the images yourself."
             )
         return self.classifier.function
 
@@ -287,11 +300,11 @@ class PixelMaskGuard(Guard):
 
     def to_network_pixels(self, images: Images) -> Images:
         """Return the images as the network reads them; for networks of this package alone."""
-        return self._require_network("given images after resizing").preprocess(images)
+        return self._require_network().preprocess(images)
 
     def without_preprocess(self) -> "PixelMaskGuard":
         """Return the guard for images that are already preprocessed; for networks of this package alone."""
-        network = WholeNetwork(Preprocess(), self._require_network("given images after resizing").network)
+        network = WholeNetwork(Preprocess(), self._require_network().network)
         return replace(self, classifier=replace(self.classifier, function=network.eval()))
 
     def to(self, device: torch.device | str) -> "PixelMaskGuard":
@@ -390,8 +403,8 @@ def find_believed(rounds: MaskRounds, deviating: Sequence[tuple[int, int]]) -> l
             for number, (image, mask, _), label in zip(numbers, pairs, said, strict=True)
             if label != labels[image, mask]
         }
-        for number in refuted:
-            believed[number] = False
+        for each in refuted:
+            believed[each] = False
         return refuted
 
     rounds.ask_in_turn(questions, hear)
@@ -399,7 +412,7 @@ def find_believed(rounds: MaskRounds, deviating: Sequence[tuple[int, int]]) -> l
 
 
 def _read_whole(value: object, name: str, count: int) -> list[int]:
-    numbers = [serialization.whole(each, name) for each in serialization.sequence(value, name)]
+    numbers = [whole(each, name) for each in sequence(value, name)]
     if len(numbers) != count:
         raise InputError(f"`{name}` must hold {count} whole numbers each; got {len(numbers)}.")
     return numbers

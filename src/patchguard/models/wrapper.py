@@ -45,7 +45,7 @@ def wrap(
 
 @final
 class Wrapped(LocalModel):
-    """A network from elsewhere; see `wrap`. It has no registry name, so its architecture cannot be saved."""
+    """A network from elsewhere; see `wrap`. It has no registry name; code that makes it can be saved by name."""
 
     def __init__(
         self,
@@ -85,7 +85,8 @@ class Wrapped(LocalModel):
     def config(self) -> dict[str, Any]:
         """Refuse: only a registered architecture can be rebuilt from settings."""
         raise InputError(
-            "a wrapped module cannot be rebuilt from settings. Save its weights yourself, and wrap it again."
+            "a wrapped module cannot be rebuilt from settings. Make it in a function, and load that: "
+            "patchguard.load('my_net.py:make_model', trust_code=True, ...)."
         )
 
 

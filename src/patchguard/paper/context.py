@@ -92,6 +92,7 @@ class Context:
     limit: int | None = None
     batch_size: int | None = None
     seed: int = 0
+    defense: str = ""  # that the main table shows beside the paper's
     train: bool = False
     progress: Progress = lambda what, done, total: None
     _logits: dict[tuple[str, str], CachedLogits] = field(default_factory=dict, init=False, repr=False)
@@ -99,6 +100,7 @@ class Context:
     def to_json(self) -> dict[str, Any]:
         """Return the settings that a result depends on, and the versions."""
         settings = {"device": str(self.device), "limit": self.limit, "seed": self.seed}
+        settings |= {"defense": self.defense} if self.defense else {}
         return {**settings, "environment": runtime.describe_environment()}
 
     def count_steps(self, name: str) -> Callable[[str, int], None]:

@@ -1,7 +1,11 @@
 """tab-huge-provable: clean and provable robust accuracy of Mask-BN, Mask-DS, CBN, DS and IBP; double masking beside."""
 
+from collections.abc import Sequence
+
 from patchguard.data.loading import load_images
 from patchguard.defenses import ClippedSum, MajorityVote
+from patchguard.defenses.serialization import find_defense
+from patchguard.geometry.windows import Windows
 from patchguard.paper import networks, published
 from patchguard.paper.context import Context
 from patchguard.paper.counting import Measured, Rule, cells_per_patch, clean_robust_columns, make_result, measure
@@ -59,6 +63,8 @@ def run(context: Context, dataset: str) -> Result:
     double = networks.double_masking_network(dataset)
     if double is not None and context.find(double.names) not in beside.models:
         beside.add(ask(double, DOUBLE))
+    if context.defense:
+        beside.add(add_defense(context, dataset, [bagnet, plain, bands, *networks.small_networks(dataset), double]))
     order = list(theirs)
     paper.rows.sort(key=lambda row: order.index(row.label) if row.label in order else len(order))
     return make_result(
@@ -69,6 +75,24 @@ def run(context: Context, dataset: str) -> Result:
         (*paper.notes, *beside.notes, VOTES),
         settings={"patches": {name: patch.height for name, patch in table_patches(dataset).items()}},
     )
+
+
+def add_defense(context: Context, dataset: str, asked: Sequence[Network | None]) -> Measured:
+    """Return a row for the defense of the context with every network that is here, on its own kind of evidence."""
+    kind, patches = find_defense(context.defense), table_patches(dataset)
+
+    def rule(windows: Windows) -> Query:
+        return Query(evidence=kind.default_evidence, defense=kind.fitted(windows), windows=windows)
+
+    here = {name: each for each in asked if each is not None and (name := context.find(each.names)) is not None}
+    measured = Measured()
+    for network in here.values():
+        make_cells = cells_per_patch(dataset, {context.defense: rule}, len(patches))
+        measured.add(measure(context, dataset, network, {}, 2 * len(patches), make_cells, prefix=True))
+    if not here:
+        note = "no network is here; the other rows say how to get one"
+        measured.rows.append(Row(label=context.defense, ours=(None,) * (2 * len(patches)), note=note))
+    return measured
 
 
 def table_patches(dataset: str, side: int = 224) -> dict[str, Patch]:

@@ -93,7 +93,8 @@ class Trial:
         """Return the command that shows the label of a saved image; None where `predict` would do otherwise."""
         if {"--defense", "--evidence", "--threshold", "--tau", "--patch-space"} & set(self.command):
             return None
-        return shlex.join(["patchguard", "predict", file, "--model", self.model])
+        trust = ["--trust-code"] if "--trust-code" in self.command else []
+        return shlex.join(["patchguard", "predict", file, "--model", self.model, *trust])
 
 
 def describe_budget(attack: Attack) -> dict[str, Any]:

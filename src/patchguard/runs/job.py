@@ -170,6 +170,7 @@ def prepare(
     curve: bool = True,
     alerts: bool = False,
     masks: int | None = None,
+    trust_code: bool = False,
 ) -> Job:
     """Load the model, and check that it, the images, the patches and the defense fit together.
 
@@ -177,7 +178,7 @@ def prepare(
     lie: in the "source" images, or in the network's "input": images are then resized and cropped first, rounded to 8
     bits, and taken for the source. `curve` is whether other sizes of the patch are certified, too, and `alerts` whether
     the guard may be one that promises the label or an alert. `masks` is how many masks lie along each axis for the
-    defense PixelMasks, which takes the network as a whole.
+    defense PixelMasks, which takes the network as a whole. `trust_code` lets code run that `model` names.
     """
     written = read_patches(patches)
     if patch_space not in get_args(Space):
@@ -185,7 +186,7 @@ def prepare(
     space: Space = "input" if patch_space == "input" else "source"
     if space == "input" and not written:
         raise InputError("`--patch-space input` needs --patch: the model's own patch is one in source pixels.")
-    loaded = model if isinstance(model, Guard) else zoo.load(model)
+    loaded = model if isinstance(model, Guard) else _load(model, written, source, trust_code)
     recipe = None if isinstance(model, Guard) else zoo.recipe(model)
     in_file, digest = loaded, loaded.digest
     source = align_classes(source, loaded)
@@ -214,7 +215,7 @@ def prepare(
         patches=written,
         curve=choose_curve_sides(max(in_pixels, key=lambda patch: patch.area), size) if curve else (),
         top_k=top_k,
-        model=type(model).__name__ if isinstance(model, Guard) else Path(model).stem,
+        model=type(model).__name__ if isinstance(model, Guard) else zoo.short_name(model),
         digest=digest,
         data=Path(data).name if Path(data).is_absolute() else data,
         certificates=certificates,
@@ -237,6 +238,15 @@ def _mask_pixels(guard: Guard, patch: Patch, size: tuple[int, int], masks: int |
     if not isinstance(guard, LocalGuard):
         raise InputError(f"`--defense {PIXEL_MASKS}` needs a network with logits; got {type(guard).__name__}.")
     return defend(guard, patch, size=size, masks=6 if masks is None else masks)
+
+
+def _load(model: str | Path, written: Sequence[WrittenPatch], source: Source, trust_code: bool) -> Guard:
+    """Return the guard; a network of the user's own is defended against the first patch, in the usual size."""
+    if not zoo.is_own(model):
+        return zoo.load(model, trust_code=trust_code)
+    size = find_usual_size(source)
+    patch = (written or (choose_default_patch(None, size),))[0]
+    return zoo.load(model, trust_code=trust_code, patch=patch.at(*size), size=size)
 
 
 def _check_certificates(job: Job) -> None:

@@ -168,6 +168,17 @@ def has_own_masks(data: bytes, guard: Guard) -> bool:
     return guard.has_rule_of(verify.read(data)[0])
 
 
+def is_about_model(claim: dict[str, Any], guard: Guard) -> bool:
+    """Return whether a claim names this guard, or the one with masks fitted to its patch."""
+    if claim["digests"]["model"] == guard.digest:
+        return True
+    patch = Patch(claim["patch"]["height"], claim["patch"]["width"], claim["patch"]["count"])
+    try:
+        return bool(claim["digests"]["model"] == guard.for_patch(patch, *claim["source"]).digest)
+    except InputError:
+        return False
+
+
 def difference(data: bytes, guard: Guard, image: Image) -> str | None:
     """Return the first way in which an intact file is not about this guard and image, or None.
 

@@ -13,11 +13,13 @@ from patchguard.geometry.preprocess import Preprocess
 from patchguard.guard import Guard
 from patchguard.guards.local import LocalGuard
 from patchguard.patch import Patch
+from patchguard.storage import user_code
 from patchguard.storage.model_file import inspect as inspect
 from patchguard.storage.model_file import read
 from patchguard.storage.model_file import save as save
 from patchguard.storage.presets import PRESETS
 from patchguard.storage.published_models import PUBLISHED, SUFFIX, download_model, model_folders
+from patchguard.storage.user_code import is_own as is_own
 
 # Side of the images that a network is usually run on.
 SIZES = {
@@ -56,9 +58,12 @@ def available() -> list[Entry]:
     ]
     presets = [Entry(name, "preset", preset.description) for name, preset in PRESETS.items()]
     networks = []
-    for name, factory in models.REGISTRY.items():
-        line = (factory.__doc__ or "").strip().splitlines()[0].removeprefix("Return ").rstrip(".")
-        networks.append(Entry(name, "network", line))
+    for name in models.REGISTRY:
+        try:
+            text = (models.REGISTRY[name].__doc__ or "").strip() or f"of the package {models.REGISTRY.package(name)}"
+        except InputError as error:
+            text = f"not usable: {error}"
+        networks.append(Entry(name, "network", text.splitlines()[0].removeprefix("Return ").rstrip(".")))
     return [*trained, *elsewhere, *presets, *networks]
 
 
@@ -77,30 +82,52 @@ def build(name: str, *, patch: Patch | None = None, **settings: Any) -> LocalGua
     raise InputError(f"`name` must be a preset or a network; got {name!r}. {nearest(name, known)}")
 
 
-def load(name_or_path: str | Path) -> Guard:
-    """Return the guard in a file, or the trained one of this name that comes with the package.
+def load(
+    name_or_path: str | Path,
+    *,
+    trust_code: bool = False,
+    patch: Patch | None = None,
+    size: tuple[int, int] | None = None,
+) -> Guard:
+    """Return the guard in a file, the trained one of this name that comes with the package, or one around your network.
 
     A path has a separator or a suffix (`./mine`, `mine.safetensors`); anything else is a name, also where a file or
-    folder of that name exists.
+    folder of that name exists. A network of your own is `my_net.py:make_model`, `package.module:function`,
+    `timm:resnet50`, `torchvision:resnet50` or an ONNX file: it is defended against `patch` in images of `size` (height,
+    width), by cells where it has cells that see little, else by masks on pixels. `trust_code` lets your code run.
     """
-    return read(_locate(name_or_path))
+    if user_code.is_own(name_or_path):
+        return user_code.load_own(name_or_path, trust_code=trust_code, patch=patch, size=size)
+    return read(_locate(name_or_path), trust_code=trust_code)
 
 
 def load_guard(name_or_path: str | Path) -> LocalGuard[Any]:
     """Return the same for callers that look at cells; refuse guards that have none."""
-    guard = load(name_or_path)
+    return require_cells(load(name_or_path), name_or_path)
+
+
+def require_cells(guard: Guard, name_or_path: str | Path) -> LocalGuard[Any]:
+    """Return a guard with cells; refuse one that has none."""
     if not isinstance(guard, LocalGuard):
         raise InputError(
-            f"`{name_or_path}` has no cells to look at. Use it in Python: "
-            f"patchguard.load({str(name_or_path)!r}).certify(images, patch)."
+            f"`{name_or_path}` has no cells to look at: it answers for the image as a whole, or every patch can touch "
+            "all of its cells. `patchguard certify` works with it."
         )
     return guard
 
 
-def find(name_or_path: str | Path) -> LocalGuard[Any]:
+def find(
+    name_or_path: str | Path,
+    *,
+    trust_code: bool = False,
+    patch: Patch | None = None,
+    size: tuple[int, int] | None = None,
+) -> Guard:
     """Return the guard of any name or path: presets and networks as `build` makes them, all else as `load` does."""
     name = str(name_or_path)
-    return build(name) if name in PRESETS or name in models.REGISTRY else load_guard(name_or_path)
+    if name in PRESETS or name in models.REGISTRY:
+        return build(name)
+    return load(name_or_path, trust_code=trust_code, patch=patch, size=size)
 
 
 @final
@@ -123,8 +150,16 @@ def file_of(name_or_path: str | Path, guard: Guard | None = None) -> ModelFile |
     name = str(name_or_path)
     if name in PRESETS or name in models.REGISTRY:
         return None
+    if guard is not None and user_code.is_own(name):
+        return ModelFile(Path(name), guard.digest)
     path = _locate(name_or_path)
     return ModelFile(path, (guard or read(path)).digest)
+
+
+def short_name(name_or_path: str | Path) -> str:
+    """Return what runs call a model: its name, the stem of its file, or the function that makes it."""
+    code = user_code.find_code(name_or_path)
+    return Path(name_or_path).stem if code is None else code.call
 
 
 def usual_size(name: str) -> tuple[int, int]:
@@ -133,7 +168,9 @@ def usual_size(name: str) -> tuple[int, int]:
         return PRESETS[name].source_size
     if name in SIZES:
         return SIZES[name], SIZES[name]
-    trained = recipe(name) or {}
+    if user_code.is_own(name):
+        raise InputError(f"`{name}` does not say what images it is for; give their size: --size 224.")
+    trained = {} if name in models.REGISTRY else recipe(name) or {}
     data = trained.get("data")
     data = data if isinstance(data, dict) else {**trained, "image_size": trained.get("image_side")}
     side = data.get("image_size") or (32 if data.get("dataset") == "cifar10" else None)
@@ -179,6 +216,8 @@ def _locate(name_or_path: str | Path) -> Path:
     path, name = Path(name_or_path), str(name_or_path)
     if is_path(name_or_path):
         if path.is_file():
+            if path.suffix == ".py":
+                user_code.refuse_file_without_function(path)
             return path
         raise InputError(f"no file is at `{name}`. Check the path, or give a name that `patchguard models` lists.")
     file = named_file(name)
@@ -213,10 +252,13 @@ def checkpoints() -> list[Path]:
 
 def _describe(path: Path) -> str:
     settings = inspect(path)
-    return f"{settings['model']['name']} with {settings['defense']['name']}"
+    runs = " (runs that code)" if user_code.find_code(settings["model"]["name"]) is not None else ""
+    return f"{settings['model']['name']} with {settings['defense']['name']}{runs}"
 
 
 def recipe(name_or_path: str | Path) -> dict[str, Any] | None:
     """Return how the weights behind a name or path were trained, as their file says it, if it does."""
+    if user_code.is_own(name_or_path):
+        return None
     trained: dict[str, Any] | None = inspect(_locate(name_or_path))["recipe"]
     return trained

@@ -1,5 +1,7 @@
 """The report: one page that shows every number, escapes every name, and loads nothing from elsewhere."""
 
+import base64
+import hashlib
 import json
 import re
 import shutil
@@ -23,7 +25,7 @@ from patchguard.report.numbers import interval, percent, short
 from patchguard.runs.summary import AttackSummary, CertifySummary, convert, read_summary, to_json
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "runs"
-VOID = {"img", "input", "meta", "br"}
+VOID = {"img", "input", "meta", "br", "col"}
 
 
 class Page(HTMLParser):
@@ -35,6 +37,7 @@ class Page(HTMLParser):
         self.open: list[str] = []
         self.words: list[str] = []
         self.styles: list[str] = []
+        self.scripts: list[str] = []
         self.feed(html)
         self.close()
         assert self.open == []
@@ -49,7 +52,8 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        (self.styles if self.open and self.open[-1] == "style" else self.words).append(data)
+        inside = self.open[-1] if self.open else ""
+        {"style": self.styles, "script": self.scripts}.get(inside, self.words).append(data)
 
     @property
     def text(self) -> str:
@@ -71,12 +75,19 @@ def written(*folders) -> Page:
 
 
 def check_self_contained(page: Page) -> None:
-    assert not {"script", "link", "iframe", "object"} & {name for name, _ in page.elements}
+    assert not {"link", "iframe", "object"} & {name for name, _ in page.elements}
+    ours = (report.TEMPLATES / "photos.js").read_text(encoding="utf-8")
+    assert [script for script in page.scripts if not script.startswith('{"columns"')] in ([], [ours])
+    policy = next(meta["content"] for meta in page.all("meta") if meta.get("http-equiv") == "Content-Security-Policy")
+    digest = base64.b64encode(hashlib.sha256(ours.encode()).digest()).decode()
+    allowed = f"'sha256-{digest}'" if page.scripts else "'none'"
+    assert f"script-src {allowed};" in policy
+    assert policy.startswith("default-src 'none'; img-src data:;")
     for _, attributes in page.elements:
         for key, value in attributes.items():
             assert not key.startswith("on")
             if key in ("src", "href"):
-                assert (value or "").startswith(("data:image/png;base64,", "#"))
+                assert (value or "").startswith(("data:image/png;base64,", "data:image/jpeg;base64,", "#"))
     style = " ".join(page.styles)
     assert "url(" not in style
     assert "@import" not in style
@@ -176,6 +187,7 @@ def check_harmless(page_path) -> None:
     html = page_path.read_text(encoding="utf-8")
     page = Page(html)
     check_self_contained(page)
+    assert json.loads(page.scripts[0])["rows"]
     for name in EVIL[:3]:
         assert name in page.text
         assert name not in html
@@ -188,7 +200,11 @@ def test_names_with_markup_in_them_are_only_text(tmp_path):
     folder = fabricate(tmp_path / "<run>", name="</figure><script>{}", errors=1, **settings)
     other = fabricate(tmp_path / "other", seed=1, **settings)
     check_harmless(report.write([folder]))
-    assert "#0 </figure><script>0" in written(folder).text
+    page = written(folder)
+    assert "#0 </figure><script>0" in page.text
+    table = json.loads(page.scripts[0])
+    assert table["rows"][0][1] == "</figure><script>0"
+    assert set(EVIL[:3]) < set(table["words"])
     assert "other certifies most against any 5 × 5 patch: 48.3 %, then <run> with" in written(folder, other).text
 
 
@@ -302,7 +318,7 @@ def test_a_guard_without_cells_has_pictures_without_overlays(tmp_path):
         np.savez(folder / "gallery.npz", image_0=archive["image_0"])
     page = written(folder)
     assert len(page.all("img")) == 1
-    assert not page.all("input")
+    assert not [each for each in page.all("input") if each.get("class") == "choice"]
     assert "field" not in page.text
 
 

@@ -2,8 +2,16 @@
 
 import math
 import re
+from typing import Any
 
 SPACE = "\u00a0"  # a number and its unit stay on one line
+
+
+def replace_unprintable(value: Any) -> Any:
+    """Return text whose letters can all be shown: names of files may hold anything, even halves of characters."""
+    if not isinstance(value, str) or hasattr(value, "__html__"):  # markup is not touched
+        return value
+    return "".join(letter if letter.isprintable() or letter == SPACE else "\ufffd" for letter in value)
 
 
 def percent(rate: float, digits: int = 1) -> str:

@@ -5,7 +5,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, final
+from typing import Any, Generic, final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from patchguard.runs.summary import AttackPicture, CertifyPicture, Schema
 WARM, COOL = (255, 72, 0), (0, 110, 255)
 STRONGEST = 0.72  # opacity of the strongest cell: the picture stays visible below it
 FADING = 1.4  # above 1, weak cells fade faster than strong ones and leave the picture clear
+PICTURE_BYTES = {"certify": 60_000, "attack": 12_000}  # of one picture; a page has up to 24, or 32 cards of four
+QUALITIES = (90, 75, 60, 45, 30, 15)  # of a picture that must become smaller
 SMOOTH_FROM = 128  # pixels; smaller pictures are shown with square pixels instead of a blur
 
 
@@ -56,17 +58,20 @@ def read_attack_cards(folder: Path) -> list[Card[AttackPicture]]:
     cards = []
     for entry, arrays in read_gallery(folder, AttackPicture, ["original", "attacked"], names):
         boxes = _draw_boxes(entry.size, [(left, top, *entry.patch[::-1], "place") for top, left in entry.places])
-        panels = [_make_panel(arrays["original"], [], None), _make_panel(arrays["attacked"], [], boxes)]
+        limit = PICTURE_BYTES["attack"]
+        panels = [_make_panel(arrays["original"], [], None, limit), _make_panel(arrays["attacked"], [], boxes, limit)]
         if "before" in arrays:
             before, after, other_before, other_after = paint_evidence(arrays, names)
-            panels.append(_make_panel(arrays["original"], [before, other_before], None))
-            panels.append(_make_panel(arrays["attacked"], [after, other_after], boxes))
+            panels.append(_make_panel(arrays["original"], [before, other_before], None, limit))
+            panels.append(_make_panel(arrays["attacked"], [after, other_after], boxes, limit))
         cards.append(Card(entry, panels))
     return cards
 
 
-def _make_panel(pixels: npt.NDArray[np.uint8], heat: list[str], boxes: Drawing | None) -> Panel:
-    return Panel(to_png(pixels), max(pixels.shape) < SMOOTH_FROM, heat, boxes)
+def _make_panel(
+    pixels: npt.NDArray[np.uint8], heat: list[str], boxes: Drawing | None, limit: int = PICTURE_BYTES["certify"]
+) -> Panel:
+    return Panel(embed_picture(pixels, limit), max(pixels.shape) < SMOOTH_FROM, heat, boxes)
 
 
 def _draw_certified(entry: CertifyPicture) -> Drawing | None:
@@ -110,10 +115,36 @@ def paint_evidence(arrays: Arrays, names: Sequence[str]) -> list[str]:
     return [to_png(painted) for painted in colors]
 
 
+def embed_picture(pixels: npt.NDArray[np.uint8], limit: int) -> str:
+    """Return a picture as the address of an image: small ones exactly, others compressed until `limit` bytes hold them.
+
+    Noise can still be larger at the lowest quality.
+    """
+    content = encode(pixels, "PNG", optimize=True) if max(pixels.shape) < SMOOTH_FROM else None
+    if content is not None and len(content) <= limit:
+        return to_address(content, "png")
+    for quality in QUALITIES:
+        content = encode(pixels, "JPEG", quality=quality)
+        if len(content) <= limit:
+            break
+    assert content is not None
+    return to_address(content, "jpeg")
+
+
 def to_png(pixels: npt.NDArray[np.uint8]) -> str:
     """Return pixels as the address of an image that the page carries itself."""
+    return to_address(encode(pixels, "PNG", optimize=True), "png")
+
+
+def to_address(content: bytes, kind: str) -> str:
+    """Return the contents of an image file as an address."""
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def encode(pixels: npt.NDArray[np.uint8], kind: str, **settings: Any) -> bytes:
+    """Return pixels as the contents of an image file."""
     from PIL import Image
 
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+    Image.fromarray(pixels).save(file, kind, **settings)
+    return file.getvalue()

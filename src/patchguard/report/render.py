@@ -1,9 +1,12 @@
 """`write`: report.html from the files of finished runs alone; neither torch, model nor data are needed.
 
-The page is one file that opens offline: styles, charts and pictures are inside, and there are no scripts. What it says
-is in templates/; here is what it shows.
+The page is one file that opens offline: styles, charts, pictures and the script of the table of all images are inside,
+and it forbids the browser to load or run anything else. What it says is in templates/; here is what it shows.
+photos.csv is written beside it.
 """
 
+import base64
+import hashlib
 import json
 import math
 import os
@@ -21,6 +24,8 @@ from patchguard.errors import InputError
 from patchguard.report import numbers
 from patchguard.report.charts import LINE_COLORS, Line, draw_histogram, draw_lines
 from patchguard.report.files import FinishedRun, read_finished
+from patchguard.report.photos import NAME as PHOTOS
+from patchguard.report.photos import Photos, read_attacked_photos, read_certified_photos
 from patchguard.report.pictures import Card, read_attack_cards, read_certify_cards
 from patchguard.runs.summary import (
     AttackPicture,
@@ -55,24 +60,34 @@ def write(folders: Sequence[Path]) -> Path:
     kinds = {read_run(path).kind for path in paths}
     if len(kinds) > 1:
         raise InputError(f"`folders` must hold runs of one kind; got {' and '.join(sorted(kinds))}. Report them apart.")
-    page = _show_attacks(paths) if kinds == {"attack"} else _show_certified(paths)
+    page, photos = _show_attacks(paths) if kinds == {"attack"} else _show_certified(paths)
     target = paths[0] / (NAME if len(paths) == 1 else COMPARED)
     if target.exists() and not os.access(paths[0], os.W_OK):
         return target  # on a disk that can only be read, the page of the run is the one that is there
+    if photos is not None:
+        write_bytes(paths[0] / PHOTOS, photos.csv, durable=False)
     write_bytes(target, page.encode(), durable=False)
     return target
 
 
-def _show_certified(paths: Sequence[Path]) -> str:
+def _show_certified(paths: Sequence[Path]) -> tuple[str, Photos | None]:
     runs = [read_finished(path, CertifySummary) for path in paths]
     _require_one_space(runs)
-    return render_comparison(runs) if len(runs) > 1 else render_run(runs[0], read_certify_cards(paths[0]))
+    if len(runs) > 1:
+        return render_comparison(runs), None
+    cards = read_certify_cards(paths[0])
+    photos = read_certified_photos(runs[0], [card.entry.index for card in cards])
+    return render_run(runs[0], cards, photos), photos
 
 
-def _show_attacks(paths: Sequence[Path]) -> str:
+def _show_attacks(paths: Sequence[Path]) -> tuple[str, Photos | None]:
     runs = [read_finished(path, AttackSummary) for path in paths]
     _require_one_space(runs)
-    return render_attack_comparison(runs) if len(runs) > 1 else render_attack(runs[0], read_attack_cards(paths[0]))
+    if len(runs) > 1:
+        return render_attack_comparison(runs), None
+    cards = read_attack_cards(paths[0])
+    photos = read_attacked_photos(runs[0], [card.entry.index for card in cards])
+    return render_attack(runs[0], cards, photos), photos
 
 
 def _require_one_space(runs: Sequence[CertifyRun] | Sequence[AttackRun]) -> None:
@@ -87,7 +102,7 @@ def _require_one_space(runs: Sequence[CertifyRun] | Sequence[AttackRun]) -> None
 # -- pages -------------------------------------------------------------------------------------------------------------
 
 
-def render_run(run: CertifyRun, cards: Sequence[Card[CertifyPicture]]) -> str:
+def render_run(run: CertifyRun, cards: Sequence[Card[CertifyPicture]], photos: Photos | None = None) -> str:
     """Return the page of one run."""
     summary = run.summary
     kept, refitted, clean = split_curve(summary)
@@ -118,14 +133,15 @@ def render_run(run: CertifyRun, cards: Sequence[Card[CertifyPicture]]) -> str:
         margin_groups=groups,
         classes=_rank_classes(summary, run.patch),
         cards=cards,
+        photos=photos,
         **_describe(run),
     )
 
 
-def render_attack(run: AttackRun, cards: Sequence[Card[AttackPicture]]) -> str:
+def render_attack(run: AttackRun, cards: Sequence[Card[AttackPicture]], photos: Photos | None = None) -> str:
     """Return the page of one attack."""
     refuted = [(index, _read_commands(run.folder, index)) for index in run.summary.refuted[:REFUTED_SHOWN]]
-    return _render("attack", run, refuted=refuted, cards=cards, **_describe(run))
+    return _render("attack", run, refuted=refuted, cards=cards, photos=photos, **_describe(run))
 
 
 def render_comparison(runs: Sequence[CertifyRun]) -> str:
@@ -169,10 +185,32 @@ def render_attack_comparison(runs: Sequence[AttackRun]) -> str:
 
 
 def _render(template: str, run: CertifyRun | AttackRun, **context: Any) -> str:
-    style = Markup((TEMPLATES / "page.css").read_text(encoding="utf-8"))
+    listed = context.get("photos") is not None
+    style = _read_asset("page.css") + (_read_asset("photos.css") if listed else "")
+    script = _read_asset("photos.js") if listed else None
     summary = run.summary
     page = _environment().get_template(f"{template}.html.j2")
-    return page.render(run=run, summary=summary, settings=summary.settings, style=style, **context)
+    return page.render(
+        run=run,
+        summary=summary,
+        settings=summary.settings,
+        style=style,
+        script=script,
+        policy=_forbid_others(script),
+        **context,
+    )
+
+
+def _read_asset(name: str) -> Markup:
+    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))
+
+
+def _forbid_others(script: str | None) -> str:
+    """Return the policy by which a browser loads nothing and runs this script alone, whatever names are in the page."""
+    digest = "" if script is None else base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    runs = f"'sha256-{digest}'" if digest else "'none'"
+    others = "base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {runs}; {others}"
 
 
 @cache
@@ -180,7 +218,7 @@ def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
-        finalize=replace_unprintable,
+        finalize=numbers.replace_unprintable,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -198,13 +236,6 @@ def _environment() -> jinja2.Environment:
     ]
     environment.filters |= {function.__name__: function for function in filters}
     return environment
-
-
-def replace_unprintable(value: Any) -> Any:
-    """Return text whose letters can all be shown: names of files may hold anything, even halves of characters."""
-    if isinstance(value, Markup) or not isinstance(value, str):
-        return value
-    return "".join(letter if letter.isprintable() or letter == numbers.SPACE else "\ufffd" for letter in value)
 
 
 # -- one run -----------------------------------------------------------------------------------------------------------

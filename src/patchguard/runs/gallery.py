@@ -14,6 +14,7 @@ from torch import Tensor
 
 from patchguard.data.loading import resize_image
 from patchguard.guard import Examination, Guard, Task
+from patchguard.runs.metrics import certify_group
 from patchguard.runs.records import Folder, Record
 from patchguard.runs.summary import AttackPicture, CertifyPicture, CertifySettings
 
@@ -67,16 +68,6 @@ class Draw:
             for group in order
             for record in sorted((entry[2] for entry in self.groups.get(group, ())), key=lambda each: each["index"])
         ]
-
-
-def certify_group(record: Record, key: str, labeled: bool) -> str:
-    """Return how a certified image came out."""
-    entry = record["patches"][key]
-    if not labeled:
-        return "proved" if entry["certified"] else "not proved"
-    if entry["label"] != record["target"]:
-        return "wrong"
-    return "certified" if entry["certified"] else "not certified"
 
 
 def _rank(index: int) -> int:

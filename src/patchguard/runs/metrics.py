@@ -178,6 +178,16 @@ def _count_bins(margins: Sequence[float], edges: list[float]) -> list[int]:
     return counts
 
 
+def certify_group(record: Record, key: str, labeled: bool) -> str:
+    """Return how a certified image came out."""
+    entry = record["patches"][key]
+    if not labeled:
+        return "proved" if entry["certified"] else "not proved"
+    if entry["label"] != record["target"]:
+        return "wrong"
+    return "certified" if entry["certified"] else "not certified"
+
+
 # -- attack ------------------------------------------------------------------------------------------------------------
 
 
